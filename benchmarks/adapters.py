@@ -1,8 +1,12 @@
-"""`manta bench adapters`: what LoRA adapters cost a decode step, in turns with the same model without them.
+"""`manta bench adapters`: what LoRA adapters cost a decode step, in turns with an engine that has none.
 
-Rows have adapters in turn, so that a batch has as many different ones as there are. One engine holds all adapters, and
-what differs between turns is which of them its requests name. `of the bytes` divides the ratio by what reading the
-adapters' bytes beside the model's would leave of the speed: below 1 the rest is work.
+Two engines take turns: one without adapters, and one that holds all of them. In the second one, turns differ in the
+adapters that the requests name, or they name none. Rows have adapters in turn, so that a batch has as many different
+ones as there are.
+
+A ratio is the speed beside the engine without adapters. The floor is what the adapters leave of that speed at best: the
+lower one of what their bytes leave if a step does nothing but read, and of what their operations leave if it does
+nothing but multiply.
 """
 
 from __future__ import annotations
@@ -16,12 +20,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import in_turns, machine, markdown_head, markdown_row, ratio_of
+from benchmarks.report import (
+    MIN_PAIRS_FOR_VERDICT,
+    TOLERANCE,
+    Ratio,
+    in_turns,
+    machine,
+    markdown_head,
+    markdown_row,
+    ratio_of,
+)
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config
@@ -29,6 +43,26 @@ from manta.workers.models.families import describe
 
 TARGETS = {"q and v": ("q_proj", "v_proj"), "all linears": ("_proj",)}
 """Ends of the names of the linears that an adapter changes."""
+CONFIGURED = "none of those configured"
+"""The side whose requests name no adapter, though the engine has some."""
+
+
+class Bar(NamedTuple):
+    """The least ratio of speeds."""
+
+    least: float
+    of_floor: bool = False
+    """Whether it is a share of the floor, and not of the speed without adapters."""
+
+
+BARS = {
+    (CONFIGURED, False): Bar(0.99),
+    (CONFIGURED, True): Bar(0.99),
+    ("q and v", False): Bar(0.85),
+    ("all linears", False): Bar(0.85, of_floor=True),
+    ("q and v", True): Bar(0.93),
+}
+"""The bars, by what the requests name and whether a step has one row."""
 PROMPT_TOKENS = 16
 WARM_UP_STEPS = 3
 
@@ -40,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-adapters", type=int, default=16, help="different adapters in a batch (default: 16)")
     parser.add_argument("--weights", default="auto,int8", help="values of the option weights (default: auto,int8)")
     parser.add_argument("--rows", default="32,1", help="rows of a step (default: 32,1)")
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=MIN_PAIRS_FOR_VERDICT)
     parser.add_argument("--steps", type=int, default=12, help="steps of a turn (default: 12)")
     options = parser.parse_args(arguments)
     model = pathlib.Path(options.model or benchmark_checkpoint("qwen2.5-0.5b"))
@@ -49,31 +83,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         names = {what: _make(model, pathlib.Path(folder), what, options.num_adapters, options.rank) for what in TARGETS}
         folders = {name: path for of_what in names.values() for name, path in of_what.items()}
-        markdown_head("weights", "adapters on", "rows", "ms a step without", "with", "ratio", "of the bytes")
+        columns = "ms a step without", "with", "ratio (95%)", "bytes leave", "operations leave", "of the floor", "bar"
+        markdown_head("weights", "adapters on", "rows", *columns)
         for weights in options.weights.split(","):
-            llm = LLM(str(model), dtype="bfloat16", weights=weights, adapters=folders, kv_cache_bytes=256 << 20)
-            base = weight_bytes(model, "bfloat16", load_model_config(model), weights)
+            plain, adapting = (
+                LLM(str(model), dtype="bfloat16", weights=weights, adapters=each, kv_cache_bytes=256 << 20)
+                for each in ({}, folders)
+            )
             for count in rows:
-                _measure(llm, weights, base, {what: list(each) for what, each in names.items()}, count, options)
-            del llm
+                _measure(plain, adapting, model, {what: list(each) for what, each in names.items()}, count, options)
+            del plain, adapting
     return 0
 
 
 def _measure(
-    llm: LLM, weights: str, base: int, names: dict[str, list[str]], count: int, options: argparse.Namespace
+    plain: LLM, adapting: LLM, model: pathlib.Path, names: dict[str, list[str]], count: int, options: argparse.Namespace
 ) -> None:
-    sides = {"": [""] * count} | {what: [each[row % len(each)] for row in range(count)] for what, each in names.items()}
-    seconds = in_turns(
-        {what: functools.partial(_step_seconds, llm, of_rows, options.steps) for what, of_rows in sides.items()},
-        options.turns,
-        f"{weights}, {count} rows",
-    )
-    for what in names:
-        used = {llm.engine.model.adapters[name].num_bytes for name in names[what]}
-        added = sum(used) / len(used) * min(count, len(names[what]))
-        ratio, left = ratio_of(seconds[""], seconds[what]).median, base / (base + added)
+    weights = plain.config.weights
+    of_rows = {CONFIGURED: [""] * count}
+    of_rows |= {what: [each[row % len(each)] for row in range(count)] for what, each in names.items()}
+    sides = {what: functools.partial(_step_seconds, adapting, each, options.steps) for what, each in of_rows.items()}
+    sides |= {"": functools.partial(_step_seconds, plain, [""] * count, options.steps)}
+    seconds = in_turns(sides, options.turns, f"{weights}, {count} rows")
+    base = weight_bytes(model, "bfloat16", load_model_config(model), weights)
+    base_in_dtype = weight_bytes(model, "bfloat16", load_model_config(model))
+    for what in of_rows:
+        sizes = [adapting.engine.model.adapters[name].num_bytes for name in dict.fromkeys(of_rows[what]) if name]
+        of_bytes = base / (base + sum(sizes))
+        of_operations = base_in_dtype / (base_in_dtype + max(sizes, default=0))  # each row has one adapter
+        ratio = ratio_of(seconds[""], seconds[what])
+        floor = min(of_bytes, of_operations)
         times = (f"{statistics.median(seconds[each]) * 1e3:.2f}" for each in ("", what))
-        markdown_row(weights, what, count, *times, f"{ratio:.3f}", f"{ratio / left:.3f}")
+        shares = (f"{share:.3f}" for share in (of_bytes, of_operations, ratio.median / floor))
+        markdown_row(weights, what, count, *times, ratio, *shares, _verdict(what, count, ratio, floor, options.turns))
+
+
+def _verdict(what: str, count: int, ratio: Ratio, floor: float, num_turns: int) -> str:
+    """Returns whether the bar is met, and with how many pairs where they are too few; empty where there is no bar."""
+    bar = BARS.get((what, count == 1))
+    if bar is None:
+        return ""
+    least = bar.least * (floor if bar.of_floor else 1)
+    of_what, verdict = " of the floor" if bar.of_floor else "", "met" if ratio.low > least - TOLERANCE else "not met"
+    text = f"{bar.least:g}{of_what} {verdict}"
+    return text if num_turns >= MIN_PAIRS_FOR_VERDICT else f"{text} ({num_turns} pairs)"
 
 
 def _step_seconds(llm: LLM, adapters: list[str], num_steps: int, turn: int) -> float:

@@ -152,6 +152,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Engines that may run at a time."""
         return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
+    @property
+    def num_initial_engines(self) -> int:
+        """Engines that start together when the model is loaded."""
+        return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.num_initial
+
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: the HTTP server, its clients, and the number of replicas."""
@@ -164,9 +169,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Folder whose models are served too, each loaded on demand: every folder in it that has a `config.json`, and every
     GGUF file. It is read when the server starts.
     """
+    model_roots: tuple[str, ...] = ()
+    """Folders below which operators may name models that they add while the server runs (`POST /v1/models`). A path
+    whose links lead out of them is refused. If the list is empty, operators change and remove models, and add only
+    `demo`.
+    """
     max_loaded_models: Count = 3
     """Models on demand that are loaded at a time, those that are starting or leaving included. A request for another
     one waits until one without requests can leave, the one that was used longest ago first.
+    """
+    max_loaded_bytes: Bytes | None = None
+    """Memory of the models on demand that are loaded at a time, those that are starting or leaving included: weights
+    and KV caches of all their engines, as `manta check` counts them. Each needs `engine.kv_cache_bytes`, because an
+    engine without it takes what is free. None sets no bound beside `max_loaded_models`.
     """
     min_loaded_s: Annotated[float, Meta(ge=0)] = 10.0
     """Seconds for which a model that was loaded on demand stays. A request that has waited as long for a busy model to
@@ -240,8 +255,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     client may set a priority above 0, which lets others go first.
     """
     operator_keys: tuple[str, ...] = ()
-    """Names of API keys that may change what the server serves: load and unload; `*` is everybody. If the list is
-    empty, every client of a server whose `host` is a loopback address may, and nobody else (HTTP 403).
+    """Names of API keys that may change what the server serves: load, unload, add and remove; `*` is everybody. If the
+    list is empty, every client of a server whose `host` is a loopback address may, and nobody else (HTTP 403).
     """
     client_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
     """Shares of API keys in a full engine, by name. A key with weight 3 gets three turns for each turn of a key with
@@ -330,6 +345,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def _check_models(self) -> None:
         self.name_owners()
+        engines = [model.engine for model in self.models if model.on_demand]
+        engines += [self.engine] if self.models_dir is not None else []
+        if self.max_loaded_bytes is not None and any(engine.kv_cache_bytes is None for engine in engines):
+            raise ValueError(
+                "max_loaded_bytes counts the KV caches of models on demand, and one has no size; set "
+                "engine.kv_cache_bytes for all of them"
+            )
         if self.models_dir is not None and self.engine.model != EngineConfig().model:
             raise ValueError(f"engine.model is {self.engine.model}, and models_dir is set; add it to models")
         for option in OF_ONE_MODEL if self.has_several_models else ():

@@ -62,15 +62,15 @@ def _with_shared(model: Any, shared: dict[str, Any], where: str) -> Any:
     if not isinstance(model, dict):
         return model
     own = with_engine_model(model, where)
-    return own | {"engine": _merged(shared, own.get("engine") or {})}
+    return own | {"engine": merged(shared, own.get("engine") or {})}
 
 
-def _merged(shared: dict[str, Any], own: Any) -> Any:
+def merged(shared: dict[str, Any], own: Any) -> Any:
     """Returns a group of options: `own`, and what it leaves out from `shared`, group by group."""
     if not isinstance(own, dict):
         return own
     groups = {
-        key: _merged(value, own[key])
+        key: merged(value, own[key])
         for key, value in shared.items()
         if isinstance(value, dict) and own.get(key) is not None
     }

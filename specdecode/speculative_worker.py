@@ -25,10 +25,9 @@ from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
 from manta.workers.ranks.rank_worker import (
-    AdaptingWorker,
+    AdapterHolder,
     Drawn,
-    KeepingWorker,
-    ReadAdapter,
+    PrefixKeeper,
     RunAheadWorker,
     SpeculationTarget,
 )
@@ -36,8 +35,8 @@ from manta.workers.step import StepInput, StepOutput
 
 
 class SpeculativeWorker:
-    """Rank 0 of an engine that speculates. `target` also holds the draft model, if one is configured. A step computes
-    at most `max_num_batched_tokens`.
+    """Rank 0 of an engine that speculates. `target` also holds the draft model or draft head, if one is configured. A
+    step computes at most `max_num_batched_tokens`.
     """
 
     def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
@@ -53,7 +52,7 @@ class SpeculativeWorker:
             elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
-                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens))
+                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens, name == "mtp"))
         costs = None
         if speculative.adaptive:
             self._cost = StepCost(target.measure())
@@ -70,6 +69,15 @@ class SpeculativeWorker:
     @property
     def runs_ahead(self) -> bool:
         return self.target.runs_ahead
+
+    @property
+    def keeper(self) -> PrefixKeeper | None:
+        keeper = self.target.keeper
+        return None if keeper is None else _SpeculativeKeeper(keeper, self.chain)
+
+    @property
+    def adapters(self) -> AdapterHolder | None:
+        return self.target.adapters
 
     @property
     def info(self) -> ModelInfo:
@@ -129,31 +137,29 @@ class SpeculativeWorker:
         self._last_end = time.perf_counter()
         return output
 
-    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        """Restores parts of prefixes; a draft model has no keys and values for their blocks."""
-        for proposer in self.chain.proposers:
-            if isinstance(proposer, DraftModel):
-                proposer.overwrite([part.place for part in parts])
-        return cast(KeepingWorker, self.target).restore_blocks(parts)
-
-    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        return cast(KeepingWorker, self.target).keep_blocks(parts)
-
-    def drop_kept(self, hashes: Sequence[bytes]) -> None:
-        cast(KeepingWorker, self.target).drop_kept(hashes)
-
-    def read_adapter(self, path: str) -> ReadAdapter:
-        return cast(AdaptingWorker, self.target).read_adapter(path)
-
-    def hold_adapter(self, adapter: ReadAdapter) -> bool:
-        return cast(AdaptingWorker, self.target).hold_adapter(adapter)
-
-    def drop_adapter(self, digest: str) -> None:
-        cast(AdaptingWorker, self.target).drop_adapter(digest)
-
     def reset(self) -> None:
         self.target.reset()
         self.chain.reset()
+
+
+class _SpeculativeKeeper:
+    """The target's keeper. A draft model or head has no keys and values for the blocks that it restores."""
+
+    def __init__(self, keeper: PrefixKeeper, chain: ProposerChain) -> None:
+        self._keeper = keeper
+        self._chain = chain
+
+    def restore(self, parts: Sequence[BlockPart]) -> list[bool]:
+        for proposer in self._chain.proposers:
+            if isinstance(proposer, DraftModel):
+                proposer.overwrite([part.place for part in parts])
+        return self._keeper.restore(parts)
+
+    def keep(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return self._keeper.keep(parts)
+
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        self._keeper.drop(hashes)
 
 
 class _SpeculativeDraw:

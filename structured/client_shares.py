@@ -19,16 +19,21 @@ class ClientShares:
     """
 
     def __init__(self, bound: int, most_each: int | None = None, drops_own: bool = False) -> None:
-        self.bound = bound
+        self._given_most = most_each
         self.total = 0
         """Units that all clients hold."""
-        self._beside_spare = bound - bound // 4
-        self._most_each = self._beside_spare if most_each is None else min(most_each, self._beside_spare)
+        self.resize(bound)
         self._drops_own = drops_own
         self._held: dict[str, int] = {}
         """Units of the clients that hold any."""
         self._losable: dict[str, dict[Holding, None]] = {}
         """Holdings that the pool may take away, by client, oldest first."""
+
+    def resize(self, bound: int) -> None:
+        """Changes the bound. What clients hold already stays theirs."""
+        self.bound = bound
+        self._beside_spare = bound - bound // 4
+        self._most_each = self._beside_spare if self._given_most is None else min(self._given_most, self._beside_spare)
 
     def held(self, client: str) -> int:
         """Returns the units that a client holds."""

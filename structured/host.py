@@ -98,13 +98,17 @@ def _quota(group: pathlib.Path) -> float | None:
 
 
 def _memory_left(group: pathlib.Path) -> int | None:
-    """Returns the bytes left under the group's limit, or None without one. Inactive file pages count as free."""
-    limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes") or ""
+    """Returns the bytes left under the group's limit, or None without one. Inactive file pages count as free.
+
+    Beyond `memory.high` the system ends nothing, but it slows every process of the group down until it has swapped.
+    """
+    limits = [_read(group / name) or "" for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    bounds = [int(limit) for limit in limits if limit.isdigit()]
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes") or ""
-    if not (limit.isdigit() and used.isdigit()):
+    if not (bounds and used.isdigit()):
         return None
     counts = dict(line.split(" ", 1) for line in (_read(group / "memory.stat") or "").splitlines())
-    return int(limit) - int(used) + int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+    return min(bounds) - int(used) + int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
 
 def _address_space_left() -> int:

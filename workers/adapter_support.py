@@ -13,15 +13,10 @@ _MERGED = "merge the adapter into its base model (peft: merge_and_unload, then s
 
 def check_adapters(options: ModelOptions, device: str, model: ModelConfig | None = None) -> None:
     """Raises `ModelError` if `options` names adapters or folders for them, and the device `cpu`, `cuda` or `tpu`, the
-    model, the number of ranks, or `exact` cannot serve any.
+    model, or `exact` cannot serve any.
     """
     if not options.adapters and not options.adapter_roots:
         return
-    if options.adapter_roots and options.num_ranks > 1:
-        raise ModelError(
-            f"adapter_roots lets adapters be loaded while the server runs, which engines of {options.num_ranks} ranks "
-            "cannot; set tensor_parallel_size to 1, or name all adapters in adapters"
-        )
     if device != "cpu":
         raise ModelError(f"adapters are for CPUs, and the device is {device}; {_MERGED}")
     if options.exact:

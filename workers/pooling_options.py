@@ -31,12 +31,3 @@ def check_exact_pooling(config: ModelOptions, device: str) -> None:
     """
     if config.exact and device != "cpu":
         raise ModelError(f"exact is for CPUs, and the device is {device}; set device to cpu, or exact to false")
-
-
-def pooling_dtype(requested: str, checkpoint: str) -> str:
-    """Returns the dtype of a model that pools. `auto` takes the checkpoint's, except that float16, in which few CPUs
-    compute, becomes float32: bfloat16 would round vectors more coarsely than the checkpoint does.
-    """
-    if requested != "auto":
-        return requested
-    return "float32" if checkpoint == "float16" else checkpoint

@@ -64,7 +64,7 @@ class SequenceStart(msgspec.Struct, array_like=True):
     speculates: bool = True
     """Whether the driver uses drafts for this sequence."""
     adapter: str = ""
-    """The digest of the adapter that computes this sequence; empty for the model alone."""
+    """The key of the adapter that computes this sequence (`AdapterKey.text`); empty for the model alone."""
     client: str = ""
     """Name under which the request's client takes turns with others."""
     scope: bytes = b""

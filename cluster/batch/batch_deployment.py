@@ -14,10 +14,12 @@ from ray import serve
 from manta.cluster.batch.batch_client import BatchEngineClient
 from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.line_endpoints import batch_endpoints, endpoints_of_models
+from manta.cluster.batch.line_places import LinePlaces
 from manta.cluster.config import ServeConfig, ServedModel
 from manta.cluster.serve.adapters.adapter_directory import open_directory
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.holds import Holds
+from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.cluster.storage.kept_responses import KeptResponses
@@ -28,7 +30,8 @@ from manta.cluster.storage.storage import Storage
 class BatchRunner:
     """Runs batches. `engine` and `standby` are the handles of the engines and of the standby engines; without `engine`
     it runs lines of the models whose engines name its application as their address. `prefix_secret` is the
-    application's. `on_demand` are models that requests load, and `loader` is the handle of what loads them.
+    application's. `on_demand` are models that requests load, and `loader` is the handle of what loads and changes
+    models.
     """
 
     def __init__(
@@ -48,7 +51,12 @@ class BatchRunner:
                 endpoints = endpoints_of_models(config, prefix_secret)
                 address = serve.get_replica_context().app_name
                 self._fleet = Fleet(
-                    address, endpoints.state.config, endpoints, on_demand=on_demand, client=BatchEngineClient
+                    address,
+                    endpoints.state.config,
+                    endpoints,
+                    on_demand=on_demand,
+                    client=BatchEngineClient,
+                    changes=GcsChanges(address).read,
                 )
                 if loader is not None:
                     own_id = serve.get_replica_context().replica_id.unique_id
@@ -60,12 +68,12 @@ class BatchRunner:
                 endpoints.state.use_adapters(client.loaded_adapters)
             self._state = endpoints.state
             self._engines = endpoints.state.engines
-            num_places = config.max_engines * config.engine.max_num_sequences
+            places = LinePlaces(lambda: config.batches.max_in_flight or endpoints.num_places)
             storage = Storage(config.batch_storage)
             self._runner = Runner(
                 Records(storage, config.batches),
                 endpoints.answer,
-                config.batches.max_in_flight or max(1, num_places // 2),
+                places,
                 config.max_body_bytes,
                 KeptResponses(storage, config),
                 endpoints.pace,
@@ -92,6 +100,11 @@ class BatchRunner:
             await self._fleet.refresh_adapters()
         else:
             await self._state.refresh_adapters()
+
+    async def refresh_models(self) -> None:
+        """Learns which models are served. The ingress that has changed them calls it."""
+        if self._fleet is not None:
+            await self._fleet.look()
 
     async def idle_seconds(self) -> dict[str, float]:
         """Answers the loader of models as `manta.cluster.serve.ingress.Ingress.idle_seconds` does."""

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import msgspec
 
 from manta.cluster.batch.journal import Line, read_lines
+from manta.cluster.batch.line_places import Places
 from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES
 
@@ -63,7 +64,7 @@ class Results(Protocol):
 class _Place:
     """One of a job's places, which is taken when this is made."""
 
-    def __init__(self, places: asyncio.Semaphore) -> None:
+    def __init__(self, places: Places) -> None:
         self._places = places
         self._is_taken = True
 
@@ -82,7 +83,7 @@ class BatchJob(NamedTuple):
 
     answer: Answer
     results: Results
-    places: asyncio.Semaphore
+    places: Places
     """Limit of concurrent requests; batches that share it take turns. A line that waits for its next try has none."""
     max_line_bytes: int
     report: Callable[[LineProgress], None]

@@ -19,6 +19,7 @@ from manta.cluster.batch.batch_job import Answer, BatchJob, Pace
 from manta.cluster.batch.batch_job import run as answer_all
 from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, check_encoding, count_lines, read_lines
 from manta.cluster.batch.lease import RENEW_S, Holder, Lease, LeaseLost, acquire
+from manta.cluster.batch.line_places import Places
 from manta.cluster.batch.lines import BatchResult, custom_id_of, encode
 from manta.cluster.batch.stored import StoredResults
 from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject, RequestCounts
@@ -75,7 +76,7 @@ class Answering(NamedTuple):
     """The function and the limits with which a runner answers the lines of all its batches."""
 
     answer: Answer
-    places: asyncio.Semaphore
+    places: Places
     max_line_bytes: int
     pace: Pace | None = None
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from manta.cluster.batch.batch_job import Answer, Pace
 from manta.cluster.batch.batch_run import Answering, BatchRun, GivenUp, LeaseHeld
 from manta.cluster.batch.lease import LeaseLost, new_holder
+from manta.cluster.batch.line_places import Places
 from manta.cluster.storage.kept_responses import KeptResponses
 from manta.cluster.storage.records import OpenBatch, Records
 from manta.cluster.storage.retention import remove_expired
@@ -42,23 +43,22 @@ class _Backoff(NamedTuple):
 
 
 class Runner:
-    """Runs batches of a storage. `answer` answers lines, `max_in_flight` of them at a time, each after `pace` of its
-    owner. Also removes what has expired from the storage, stored `responses` included.
+    """Runs batches of a storage. `answer` answers lines, as many at a time as there are `places`, each after `pace` of
+    its owner. Also removes what has expired from the storage, stored `responses` included.
     """
 
     def __init__(
         self,
         records: Records,
         answer: Answer,
-        max_in_flight: int,
+        places: Places,
         max_line_bytes: int,
         responses: KeptResponses | None = None,
         pace: Pace | None = None,
     ) -> None:
         self._records = records
         self._responses = responses
-        self._places = asyncio.Semaphore(max_in_flight)
-        self._answering = Answering(answer, self._places, max_line_bytes, pace)
+        self._answering = Answering(answer, places, max_line_bytes, pace)
         self._holder = new_holder()
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}
         self._expires: dict[str, int] = {}

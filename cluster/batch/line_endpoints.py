@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 from manta.cluster.batch.batch_client import BatchEngineClient
+from manta.cluster.batch.line_places import LinePlaces
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError
@@ -110,18 +111,31 @@ class Endpoints:
         self._key_names = key_names
         self._begun: dict[str, asyncio.Event] = {}
         """Whether the latest line of an owner with limits is charged."""
+        self._places: dict[str, LinePlaces] = {}
+        """Places of the lines of each of several models, by its name."""
+
+    @property
+    def num_places(self) -> int:
+        """Lines that may be answered at a time: half of what the engines of all models run, and at least 1."""
+        return sum(num_places_of(each.config) for each in self.state.models) or 1
 
     def add_model(
         self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
     ) -> AppState:
         """Adds one of several models, or replaces the one of its name."""
-        state = self.state.of_model(config, tokenizer, engines, metrics)
+        state, name = self.state.of_model(config, tokenizer, engines, metrics), config.model_name
         self.state.models.put(state)
+        self._places.setdefault(name, LinePlaces(lambda: self._num_places_of(name)))
         return state
 
     def remove_model(self, name: str) -> None:
         """Removes one of several models. Lines under way go on."""
         self.state.models.remove(name)
+        self._places.pop(name, None)
+
+    def _num_places_of(self, name: str) -> int:
+        """Returns the places of a model's lines; 1 for a model that is gone, whose last lines find that out."""
+        return next((num_places_of(each.config) for each in self.state.models if each.model_name == name), 1)
 
     async def pace(self, owner: str) -> None:
         """Waits until the owner's line before this one is charged, and then until the rate limits of the owner's key
@@ -183,16 +197,35 @@ class Endpoints:
         body, limits = bytes(request.body), self.state.config.body
         if request.url == "/v1/completions":
             completion = decode(CompletionRequest, body, limits)
-            async with self.state.for_body(completion, exchange) as state:
+            async with self._model_for(completion, exchange) as state:
                 await generation.completions(state, exchange, completion)
         elif request.url == "/v1/embeddings":
             texts = decode(EmbeddingRequest, body, limits)
-            async with self.state.for_body(texts, exchange) as state:
+            async with self._model_for(texts, exchange) as state:
                 await embeddings.create(state, exchange, texts)
         else:
             chat = decode(ChatCompletionRequest, body, limits)
-            async with self.state.for_body(chat, exchange) as state:
+            async with self._model_for(chat, exchange) as state:
                 await generation.chat(state, exchange, chat)
+
+    @contextlib.asynccontextmanager
+    async def _model_for(self, body: Any, exchange: GenerationExchange) -> AsyncIterator[AppState]:
+        """Yields the state of the model that a line names, once it is loaded and has a place for the line."""
+        async with self.state.for_body(body, exchange) as state:
+            places = self._places.get(state.model_name)
+            if places is None:
+                yield state
+                return
+            await places.acquire()
+            try:
+                yield state
+            finally:
+                places.release()
+
+
+def num_places_of(config: ServeConfig) -> int:
+    """Returns the lines that may be answered by a model at a time: half of what its engines run, and at least 1."""
+    return max(1, config.max_engines * config.engine.max_num_sequences // 2)
 
 
 def _failed(request_id: str, refusal: Refusal) -> BatchResponse:

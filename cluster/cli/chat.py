@@ -19,7 +19,7 @@ from manta.cluster.cli.chat_input import is_interactive, read_message
 from manta.cluster.cli.chat_settings import ChatSettings
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.request_lines import speed
-from manta.cluster.cli.server import connect, no_server
+from manta.cluster.cli.server import ServerRefusal, connect, no_server
 from manta.structured.visible_text import pass_on, say
 
 HELP = (
@@ -268,10 +268,5 @@ def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:
 
 def _refusal(response: httpx.Response) -> Refusal:
     """Returns the server's refusal in its own words."""
-    try:
-        error = response.json()["error"]
-        message = error["message"]
-    except (ValueError, KeyError, TypeError):
-        return Refusal(f"the server answered {response.status_code}: {response.text[:200].strip()}")
-    kind = ContextFull if error.get("code") == "context_length_exceeded" else Refusal
-    return kind(f"the server answered {response.status_code}: {message}")
+    error = ServerRefusal(response)
+    return ContextFull(str(error)) if error.code == "context_length_exceeded" else error

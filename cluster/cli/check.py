@@ -22,6 +22,7 @@ from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.tokenizer_check import check_templates, check_tokenizer, check_vocabulary
 from manta.cluster.config import EngineConfig, load_config
+from manta.cluster.engine_bytes import draft_bytes, draft_folder
 from manta.cluster.models_folder import with_models_dir
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import resolve_folder
@@ -41,6 +42,7 @@ from manta.workers.checkpoints.memory import (
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
+from manta.workers.checkpoints.stored_draft_head import about_draft_heads, stored_draft_head
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import kv_dtype
@@ -108,6 +110,8 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_variants(model, device)
     check_block_size(model, engine.block_size)
     check_options(engine, device, model)
+    if _uses_draft_head(engine):
+        stored_draft_head(folder, model)
     num_elements(folder)  # raises unless every file is there and complete
     check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -200,8 +204,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_options(engine, "tpu")
         return _check_on_tpu(engine)
-    from manta.workers.adapters.adapter_files import describe_adapters
     from manta.workers.platforms import choose_platform
+    from manta.workers.torch_worker.adapter_fit import check_adapters_fit
     from manta.workers.torch_worker.loader import check_tensors
 
     folder = resolve_model_folder(engine.model)
@@ -211,14 +215,15 @@ def check_model(engine: EngineConfig) -> CheckReport:
     tokenizer = check_tokenizer(engine, folder)
     check_templates(tokenizer.folder)
     check_vocabulary(tokenizer, model)
-    tally = check_tensors(folder, model, engine.weights) if model.native else None
+    draft, uses_head = _draft_config(engine), _uses_draft_head(engine)
+    tally = check_tensors(folder, model, engine.weights, with_draft_head=uses_head) if model.native else None
     try:
         platform = choose_platform(engine.device, engine.num_threads, engine.exact)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    draft = _draft_config(engine)
     check_options(engine, platform.name, model, draft, platform.advice)
+    adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
     for each in (model, draft):
         if each is not None:
             check_variants(each, platform.name)
@@ -227,10 +232,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)
     if tally is not None and model.quantization is not None:
         own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
-    weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
+    weights, free = own_bytes + draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     smaller = _smaller_weights(folder, dtype, model)
     _check_memory(weights, 0, dtype, free, smaller)
-    draft = _draft_config(engine)
     if draft is not None:
         check_draft_model(draft)
     layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.attends)
@@ -269,7 +273,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         unquantized=None if tally is None or tally.stored is None else tally.stored.describe_unquantized() or None,
         dtype=dtype,
         weights=describe_kept(engine.weights),
-        adapters=describe_adapters(engine.adapters, engine.max_adapter_bytes),
+        adapters=adapters,
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
@@ -279,6 +283,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_tokens=num_blocks * engine.block_size // len(layers.groups),
         kv_groups=_describe_groups(layers, engine.block_size, block_bytes),
         states=_describe_states(sizes, engine),
+        draft_heads=about_draft_heads(folder, model),
         sequence_bytes=tuple(
             needs.of_sequence(tokens) * block_bytes + 2 * sizes.state_bytes for tokens in SEQUENCE_TOKENS
         ),
@@ -418,17 +423,14 @@ def _quantized(
     return f"{model.quantization.method}: {tally.stored.describe_quantized()}; kept {kept}{remedy}"
 
 
-def _draft_folder(engine: EngineConfig) -> pathlib.Path | None:
-    if engine.speculative is None or engine.speculative.draft_model is None:
-        return None
-    return resolve_model_folder(engine.speculative.draft_model)
+def _uses_draft_head(engine: EngineConfig) -> bool:
+    return engine.speculative is not None and engine.speculative.uses_draft_head
 
 
 def _draft_config(engine: EngineConfig) -> ModelConfig | None:
-    folder = _draft_folder(engine)
+    """Returns the shape of the draft model, or of the draft head in the model's checkpoint."""
+    if _uses_draft_head(engine):
+        target = resolve_model_folder(engine.model)
+        return stored_draft_head(target, load_model_config(target))
+    folder = draft_folder(engine)
     return None if folder is None else load_model_config(folder)
-
-
-def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
-    folder = _draft_folder(engine)
-    return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)

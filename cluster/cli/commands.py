@@ -78,6 +78,8 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     top.add_argument("--interval", type=float, default=2.0, help="seconds between two frames (default: 2)")
     top.set_defaults(run=_top)
 
+    _add_models(commands.add_parser("models", help="list, add, update and remove models of a running server"))
+
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
     batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
     batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, in no order; answered lines are skipped")
@@ -93,6 +95,25 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     commands.add_parser("bench", help="measure speed, start-up and memory (manta bench --help)", add_help=False)
     return parser, list(commands.choices)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Adds what `manta models` does, each a command of its own."""
+    key = "Operators' keys are named in operator_keys. Put yours into MANTA_API_KEY."
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=CommandParser)
+    listing = actions.add_parser("list", help="say which models there are, and how they fare")
+    add = actions.add_parser("add", help="serve another model, from now on", epilog=key)
+    add.add_argument("model", metavar="[NAME=]MODEL", help="its folder or GGUF file on the server, below model_roots")
+    add.add_argument("--on-demand", action="store_true", help="load it when a request names it, and not now")
+    update = actions.add_parser("update", help="change a model's options; its streams go on", epilog=key)
+    remove = actions.add_parser("remove", help="serve a model no more; its requests end first", epilog=key)
+    for action in (update, remove):
+        action.add_argument("name", metavar="NAME", help="its name in /v1/models")
+    for action in (add, update):
+        _add_set_flag(action, "one option of its entry, for example engine.max_model_len=4096; may be repeated")
+    for action in (listing, add, update, remove):
+        _add_where(action)
+        action.set_defaults(run=_models)
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
@@ -148,14 +169,11 @@ def _named_model(text: str) -> dict[str, str]:
 
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file with the options of cluster/config.py")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="one option, for example engine.max_model_len=4096; may be repeated",
-    )
+    _add_set_flag(parser, "one option, for example engine.max_model_len=4096; may be repeated")
+
+
+def _add_set_flag(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
 
 def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
@@ -194,6 +212,29 @@ def _status(options: argparse.Namespace) -> int:
     from manta.cluster.cli.status import run_status
 
     return run_status(_url(options), options.as_json)
+
+
+def _models(options: argparse.Namespace) -> int:
+    from manta.cluster.cli.change_models import Models, nested
+
+    models = Models(_url(options), os.environ.get("MANTA_API_KEY"))
+    if options.action == "list":
+        return models.show()
+    if options.action == "remove":
+        return models.remove(options.name)
+    fields = nested(_overrides(options, {}))
+    if options.action == "update":
+        return models.update(options.name, fields)
+    named = _named_model(options.model)
+    engine = fields.get("engine") or {}
+    if "model" in engine:
+        raise Refusal(f"there are two models, {options.model} and --set engine.model={engine['model']}; give one")
+    fields |= {"engine": engine | {"model": named["model"]}}
+    if "name" in named:
+        fields["name"] = named["name"]
+    if options.on_demand:
+        fields["on_demand"] = True
+    return models.add(fields)
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -142,16 +142,17 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         models = app.start(config, name, replace=replace, on_connected=begin_log)
         handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
-        for each, model in zip(config.of_each_model_at_start, models, strict=True):
+        for model_name, model in models.items():
             message = model_message(model)
-            say_lines((f"{each.model_name}: {message}" if config.models else message).split("\n"))
+            say_lines((f"{model_name}: {message}" if config.models else message).split("\n"))
         if on_demand := [visible(each.model_name) for each in config.models if each.on_demand]:
             limit = config.max_loaded_models
             say_lines([f"Loaded when a request names them, {limit} at a time: {', '.join(on_demand)}"])
         say_lines(["", f"Logs: {logs or 'on the nodes of the cluster'}"])
         serving = True  # the reader of the next lines may send a signal at once
-        has_chat, pooling = (_has_chat(engines[0]), models[0].pooling) if engines else (True, None)
-        ready = ready_message(config, has_chat, pooling)
+        first = models.get(config.of_each_model_at_start[0].model_name) if engines else None
+        has_chat = _has_chat(engines[0]) if engines else True
+        ready = ready_message(config, has_chat, None if first is None else first.pooling)
         say_lines(ready.split("\n"), flush=True)
         process_tree.adopt_orphans(False)
         if requests and not quiet:

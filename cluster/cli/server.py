@@ -26,6 +26,21 @@ def connect(url: str, api_key: str | None = None, read_timeout_s: float | None =
         raise Refusal(f"--url {url!r} is not a URL: {error}") from error
 
 
+class ServerRefusal(Refusal):
+    """A refusal of the server, in its own words."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        try:
+            error = response.json()["error"]
+            message, code = error["message"], error.get("code")
+        except (ValueError, KeyError, TypeError):
+            message, code = response.text[:200].strip(), None
+        super().__init__(f"the server answered {response.status_code}: {message}")
+        self.status = response.status_code
+        self.code = code
+        """OpenAI's short name of the refusal; None if there is none."""
+
+
 def no_server(base: str, error: Exception) -> Refusal:
     """Returns the refusal of a command whose server does not answer, or shows an untrusted certificate."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):

@@ -20,6 +20,14 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     """Hexadecimal digest of its values (`AdapterInfo.digest`)."""
 
 
+class AppliedAdapter(msgspec.Struct, frozen=True):
+    """The adapter of requests that name the model itself."""
+
+    name: str
+    scale: float
+    """Factor on what it adds; not 0."""
+
+
 class AdapterTable(msgspec.Struct, frozen=True):
     """The loaded adapters at one time."""
 
@@ -29,6 +37,8 @@ class AdapterTable(msgspec.Struct, frozen=True):
     """The adapters by name."""
     replaced: dict[str, float] = {}
     """Digests of earlier values, each with the time until which streams may need them, in seconds since 1970."""
+    applied: AppliedAdapter | None = None
+    """A loaded adapter, or one of the configuration; None if requests that name the model have none."""
 
     @property
     def digests(self) -> frozenset[str]:
@@ -44,9 +54,16 @@ class AdapterTable(msgspec.Struct, frozen=True):
         return next((each.path for each in self.loaded.values() if each.digest == digest), None)
 
     def changed(self, loaded: Mapping[str, LoadedAdapter], now: float, keep_s: float) -> AdapterTable:
-        """Returns the next table. What no name stands for any more is kept for `keep_s` seconds."""
+        """Returns the next table, with other loaded adapters. What no name stands for any more is kept for `keep_s`
+        seconds. An adapter that is unloaded is not applied any more.
+        """
         digests = {each.digest for each in loaded.values()}
         replaced = {digest: until for digest, until in self.replaced.items() if until > now}
         replaced |= dict.fromkeys(self.digests, now + keep_s)
         kept = {digest: until for digest, until in replaced.items() if digest not in digests}
-        return AdapterTable(self.version + 1, dict(loaded), kept)
+        is_unloaded = self.applied is not None and self.applied.name in self.loaded.keys() - loaded.keys()
+        return AdapterTable(self.version + 1, dict(loaded), kept, None if is_unloaded else self.applied)
+
+    def applying(self, applied: AppliedAdapter | None) -> AdapterTable:
+        """Returns the next table, in which requests that name the model have another adapter."""
+        return msgspec.structs.replace(self, version=self.version + 1, applied=applied)

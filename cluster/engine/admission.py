@@ -31,7 +31,7 @@ def check_request(
     - Token ids must be in `[0, vocab_size)`.
     - A continued choice must have fewer than `max_num_tokens` tokens, the longest sequence of this engine.
     - `processors` must know the logits processors that the request names.
-    - `adapters` must have the digest that the request names.
+    - `adapters` must have the values of the adapter that the request names.
     """
     if request.adapter and request.adapter not in adapters:
         refuse("adapter_gone", "model", request.adapter, remedy="send the request again")

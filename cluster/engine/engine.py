@@ -157,6 +157,13 @@ class Engine:
         return self.scheduler.has_unfinished
 
     @property
+    def is_away(self) -> bool:
+        """Whether no step may complete for some seconds, so that requests had better go on elsewhere: ranks are
+        restarted, or one is late. Other threads may ask.
+        """
+        return self.is_rebuilding or self.executor.is_late()
+
+    @property
     def num_waiting(self) -> int:
         """The number of sequences in the queue. A sequence stands for all choices of its prompt until they fork."""
         return self.scheduler.num_waiting
@@ -292,8 +299,11 @@ class Engine:
         failure.
         """
         self.is_rebuilding = True
+        num_before = self.executor.num_rank_rebuilds
         try:
             self.executor.rebuild()
+            if self.executor.num_rank_rebuilds > num_before:
+                self.adapters.restore()
         except Exception as error:
             self.alive = False
             raise EngineDead(f"the ranks could not be rebuilt: {type(error).__name__}: {error}") from error
@@ -506,6 +516,7 @@ class Engine:
             num_steps_without_progress=self._num_steps_without_progress,
             seconds_since_progress=time.monotonic() - self._last_progress if scheduler.has_unfinished else 0.0,
             alive=self.alive,
+            is_away=self.is_away,
             num_constraints_compiled=self.constraints.num_compiled,
             num_late_rows=self.masks.num_late,
             num_dead_ends=self.masks.num_dead_ends,

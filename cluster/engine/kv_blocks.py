@@ -54,7 +54,7 @@ class TokenChain(Protocol):
     block_hashes: list[bytes]
     """Hashes of leading full blocks."""
     adapter: str
-    """Digest of the adapter that computes it; empty for the model alone."""
+    """Key of the adapter that computes it (`AdapterKey.text`); empty for the model alone."""
     cache_salt: str
     """The client's salt, which is part of its first hash; empty without one."""
 

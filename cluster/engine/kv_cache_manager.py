@@ -67,12 +67,12 @@ class KVCacheManager:
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """Returns the cached blocks that the sequence may read, of the longest prefix for which every group has what it
-        needs: all blocks, or those in the window of the token after the prefix. They never cover the sequence's last
-        token, which must be computed for its logits.
+        needs: all blocks, or those in the window of the token after the prefix. They never cover a token that must be
+        computed for its logits.
         """
-        if sequence.params.prompt_logprobs is not None or not self.blocks.enable_prefix_caching:
+        count = self._num_readable(sequence)
+        if not count or not self.blocks.enable_prefix_caching:
             return [[] for _ in range(self._num_groups)]
-        count = (len(sequence.token_ids) - 1) // self._block_size
         hashes = sequence.hash_blocks(count, self._block_size)
         chains = {group: self.blocks.find_prefix(hashes, group) for group in self._whole}
         if self._windows or len(chains) > 1 or self.states is not None:
@@ -83,6 +83,15 @@ class KVCacheManager:
             found = self.blocks.find_prefix(hashes[first:count], group)
             chains[group] = [NO_BLOCK] * first + found
         return [chains[group][:count] for group in range(self._num_groups)]
+
+    def _num_readable(self, sequence: Sequence) -> int:
+        """Returns the number of leading blocks whose logits nobody needs: all up to the last token, or up to the first
+        prompt token whose log-probability is still wanted.
+        """
+        num_tokens = len(sequence.token_ids) - 1
+        if sequence.params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, sequence.num_prompt_logprobs)
+        return num_tokens // self._block_size
 
     def _num_resumable(self, hashes: list[bytes], count: int, is_there: _IsThere) -> int:
         """Returns the most blocks, up to `count`, after which every group with a window has the blocks that the next
@@ -119,7 +128,7 @@ class KVCacheManager:
         """
         prefix = self.find_prefix(sequence)
         looking = sequence.sequence_id, sequence.first_step
-        if self._kept is None or looking == self._looked_for or sequence.params.prompt_logprobs is not None:
+        if self._kept is None or looking == self._looked_for or not self._num_readable(sequence):
             return prefix
         if not self.fits(sequence, prefix):
             return prefix
@@ -134,7 +143,7 @@ class KVCacheManager:
         def is_there(block_hash: bytes, group: int) -> bool:
             return self._is_cached(block_hash, group) or kept.has(block_hash, group)
 
-        hashes = sequence.hash_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
+        hashes = sequence.hash_blocks(self._num_readable(sequence), self._block_size)
         count = num_found
         most = min(len(hashes), num_found + kept.most_restored)
         while count < most and all(is_there(hashes[count], group) for group in self._whole):

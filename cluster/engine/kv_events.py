@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import msgspec
 
 from manta.cluster.engine.kv_blocks import TokenChain
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.kv_groups import KVGroup
 
 MEDIUM = "GPU"
@@ -115,13 +116,18 @@ class CacheLog:
             block_size=self._block_size,
             lora_id=None,
             medium=MEDIUM,
-            lora_name=self._adapter_names.get(chain.adapter, chain.adapter) or None,
+            lora_name=self._name_of(chain.adapter) if chain.adapter else None,
             extra_keys=[[chain.cache_salt]] if chain.cache_salt and not number else None,
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )
         self._add(event, group)
+
+    def _name_of(self, adapter: str) -> str:
+        """Returns the name of an adapter and its scale, given its key."""
+        key = AdapterKey.of(adapter)
+        return key._replace(digest=self._adapter_names.get(key.digest, key.digest)).text
 
     def remove(self, block_hash: bytes, group: int) -> None:
         """Notes that a group's block has left the cache."""

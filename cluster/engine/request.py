@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import struct
 from typing import NamedTuple
 
 import msgspec
 
 from manta.cluster.engine.kv_blocks import HASH_BYTES
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import TokenLogprobs
 
@@ -92,7 +94,9 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     `params` holds its seed.
     """
     num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities the other engine reported."""
+    """Leading prompt positions whose log-probabilities nobody needs, or another engine reported. Position 0 is that of
+    the second token.
+    """
     traceparent: str = ""
     """The parent of the engine's spans, in W3C's `traceparent` format; empty without tracing."""
     reads_whole: bool = False
@@ -102,8 +106,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     cache_root: bytes = b""
     """What requests must have in common to share blocks of the prefix cache, beside their adapter; see `chain_root`."""
     adapter: str = ""
-    """The digest of the values of the adapter that computes it (`AdapterInfo.digest`); empty for the model alone. An
-    engine without these values refuses the request.
+    """The key of the adapter that computes it (`AdapterKey.text`); empty for the model alone. An engine without its
+    values refuses the request.
     """
     cache_salt: str = ""
     """The client's `cache_salt`, which KV events name; it counts in `cache_root` already."""
@@ -115,12 +119,14 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
 
 
 def chain_root(cache_root: bytes, adapter: str) -> bytes:
-    """Returns the parent of the first block's hash in the prefix cache, for an adapter's digest or an empty text.
-    Requests with different roots share no block.
+    """Returns the parent of the first block's hash in the prefix cache, for an adapter's key or an empty text. Requests
+    with different roots share no block.
     """
     if not adapter:
         return cache_root
-    return hashlib.blake2b(cache_root + bytes.fromhex(adapter), digest_size=HASH_BYTES).digest()
+    key = AdapterKey.of(adapter)
+    scale = b"" if key.scale == 1 else struct.pack("<d", key.scale)
+    return hashlib.blake2b(cache_root + bytes.fromhex(key.digest) + scale, digest_size=HASH_BYTES).digest()
 
 
 class Branch(NamedTuple):

@@ -5,10 +5,11 @@ The ranks hold the values. Here are only digests, so this imports no framework. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from manta.cluster.engine.executors.executor import Executor
 from manta.cluster.engine.scheduler import Scheduler
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.model_info import AdapterInfo
 from manta.workers.ranks.rank_worker import ReadAdapter
 
@@ -24,8 +25,12 @@ class ResidentAdapters:
         self._fixed = {each.digest: each.num_bytes for each in fixed}
         self._loaded: dict[str, None] = {}
         """Digests of those that may leave, least recently used first."""
+        self.find: Callable[[str], ReadAdapter] | None = None
+        """Reads the adapter with a digest again; None if none may leave."""
 
-    def __contains__(self, digest: object) -> bool:
+    def __contains__(self, key: object) -> bool:
+        """Returns whether the values of an adapter's key or digest are here."""
+        digest = AdapterKey.of(key).digest if isinstance(key, str) else None
         return digest in self._fixed or digest in self._loaded
 
     def __iter__(self) -> Iterator[str]:
@@ -44,8 +49,9 @@ class ResidentAdapters:
         """Bytes of the adapters that never leave."""
         return sum(self._fixed.values())
 
-    def use(self, digest: str) -> None:
-        """Notes that a request has an adapter. Does nothing for an adapter that is not here."""
+    def use(self, key: str) -> None:
+        """Notes that a request has the adapter with a key. Does nothing for an adapter that is not here."""
+        digest = AdapterKey.of(key).digest
         if digest in self._loaded:
             self._loaded[digest] = self._loaded.pop(digest)
 
@@ -64,6 +70,18 @@ class ResidentAdapters:
             self._loaded[adapter.digest] = None
         self.use(adapter.digest)
         return True
+
+    def restore(self) -> None:
+        """Has ranks that were started anew hold the adapters of all sequences. Others come back when a request names
+        them. Raises what `find` raises, and `RuntimeError` if there is no room.
+        """
+        used = self._scheduler.adapters_in_use()
+        lost, self._loaded = self._loaded, {}
+        for digest in lost:
+            if digest in used:
+                assert self.find is not None, "whoever loads adapters can read them again"
+                if not self.hold(self.find(digest)):
+                    raise RuntimeError(f"the adapter {digest} finds no room any more")
 
     def drop(self, digest: str) -> bool:
         """Forgets an adapter, unless the configuration names it. Returns False if a sequence still has it."""

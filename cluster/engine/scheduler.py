@@ -21,6 +21,7 @@ from manta.cluster.engine.state_manager import StateManager
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.engine.step_plan import StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.kv_groups import BlockNeeds
 from manta.workers.step import RowError, StateUse, StepInput, StepOutput
 
@@ -109,7 +110,7 @@ class Scheduler:
 
     def adapters_in_use(self) -> set[str]:
         """Returns the digests of the adapters of all sequences that have not ended."""
-        return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter}
+        return {AdapterKey.of(sequence.adapter).digest for sequence in self._by_id.values() if sequence.adapter}
 
     # ---- arrival -----------------------------------------------------------------------------------------------
 
@@ -208,9 +209,9 @@ class Scheduler:
         self._turns.reach(sequence)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            if sequence.params.prompt_logprobs is None:
-                self.prefix_cache_queries += sequence.num_prompt_tokens
-                self.prefix_cache_hits += sequence.num_cached_tokens
+            may_read_all = sequence.params.prompt_logprobs is None
+            self.prefix_cache_queries += sequence.num_prompt_tokens if may_read_all else sequence.num_prompt_logprobs
+            self.prefix_cache_hits += sequence.num_cached_tokens
         self.running.add(sequence)
 
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:

@@ -58,7 +58,7 @@ class Sequence:
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
     adapter: str = ""
-    """The digest of its adapter; empty for the model alone."""
+    """The key of its adapter (`AdapterKey.text`); empty for the model alone."""
     cache_salt: str = ""
     """The client's salt of its cached prefixes; empty without one."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -89,7 +89,9 @@ class Sequence:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at the first admission; None before it."""
     num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities were reported; a recomputed prompt does not report them again."""
+    """Leading prompt positions whose log-probabilities were reported, or are not wanted. A recomputed prompt does not
+    report them again.
+    """
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
     draft_proposer: str = ""
     num_accepted_drafts: int = 0

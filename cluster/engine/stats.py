@@ -136,8 +136,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     constraints: ConstraintStats
     service: ServiceStats | None = None
     """The report of the replica around the engine; None if the engine serves no HTTP endpoint."""
+    is_away: bool = False
+    """Whether no step may complete for some seconds, because ranks are restarted or one is late."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether the engine has not failed and is no standby."""
-        return self.alive and (self.service is None or not self.service.is_standby)
+        """Whether the engine has not failed, computes steps and is no standby."""
+        return self.alive and not self.is_away and (self.service is None or not self.service.is_standby)

@@ -215,11 +215,16 @@ class HttpApp:
         """
         state = self._state.of_model(config, tokenizer, engines, metrics)
         self._state.models.put(state)
+        self._bound_preparation()
         return state
 
     def remove_model(self, name: str) -> None:
         """Removes one of several models. Requests under way go on."""
         self._state.models.remove(name)
+        self._bound_preparation()
+
+    def _bound_preparation(self) -> None:
+        self.admission.serve_models([each.config for each in self._state.models])
 
     def use_adapters(self, loaded: LoadedAdapters | None) -> None:
         """Serves the adapters of the only model that operators load."""
@@ -232,6 +237,7 @@ class HttpApp:
     def begin_drain(self) -> None:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""
         self._state.drains = True
+        self._state.models.tell_news()
 
     async def _answer(self, exchange: Exchange, route: Route | None = None) -> None:
         """Answers one request, by `route` or by the one that its path and method name."""

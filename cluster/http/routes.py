@@ -9,6 +9,7 @@ from manta.cluster.http.endpoints import (
     adapters,
     anthropic,
     batches,
+    changing_models,
     compaction,
     decisions,
     embeddings,
@@ -31,6 +32,7 @@ from manta.cluster.http.endpoints import (
 )
 from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
+from manta.cluster.protocol.adapter_scales import AdapterScale
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
 from manta.cluster.protocol.decisions import Decision, DecisionRequest
@@ -39,6 +41,7 @@ from manta.cluster.protocol.infill import InfillAnswer, InfillRequest
 from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
+    OllamaDeleteRequest,
     OllamaEmbedding,
     OllamaEmbeddingRequest,
     OllamaEmbeddings,
@@ -46,9 +49,11 @@ from manta.cluster.protocol.ollama import (
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     OllamaModels,
+    OllamaPullRequest,
     OllamaRunning,
     OllamaShow,
     OllamaShowRequest,
+    OllamaStatus,
     OllamaVersion,
 )
 from manta.cluster.protocol.pooling_api import EmbeddingList, EmbeddingRequest
@@ -313,6 +318,39 @@ ROUTES = (
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
     Route(
         "POST",
+        "/v1/models",
+        changing_models.add,
+        "Serve another model",
+        alias="/models",
+        body=changing_models.ModelFields,
+        answer=changing_models.ModelChanged,
+        errors=(404, 409, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "PATCH",
+        "/v1/models/{model}",
+        changing_models.update,
+        "Change a model",
+        body=changing_models.ModelFields,
+        answer=changing_models.ModelChanged,
+        errors=(404, 409, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "DELETE",
+        "/v1/models/{model}",
+        changing_models.remove,
+        "Serve a model no more",
+        answer=changing_models.ModelDeleted,
+        errors=(400, 404, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "POST",
         "/v1/load_lora_adapter",
         adapters.load,
         "Load an adapter under a name",
@@ -331,6 +369,28 @@ ROUTES = (
         alias="/unload_lora_adapter",
         body=adapters.UnloadAdapterRequest,
         answer=adapters.AdaptersAnswer,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "GET",
+        "/lora-adapters",
+        adapters.scales,
+        "The adapters and their scales, in llama.cpp's shape",
+        answer=list[adapters.ScaledAdapter],
+        query=adapters.ScalesQuery,
+        errors=(404, 503),
+        for_operators=True,
+    ),
+    Route(
+        "POST",
+        "/lora-adapters",
+        adapters.set_scales,
+        "Set the adapter of requests that name the model itself",
+        body=list[AdapterScale],
+        answer=adapters.ScalesSet,
+        query=adapters.ScalesQuery,
         errors=(404, 503),
         for_operators=True,
         logged=True,
@@ -357,6 +417,7 @@ ROUTES = (
         for_operators=True,
         logged=True,
     ),
+    Route("GET", "/models/sse", loading.follow, "How the models fare, as events", media_type=EVENTS),
     Route(
         "POST",
         "/tokenize",
@@ -431,6 +492,28 @@ ROUTES = (
         answer=OllamaShow,
         error_body=ollama_body,
         errors=(404,),
+    ),
+    Route(
+        "DELETE",
+        "/api/delete",
+        ollama.delete,
+        "Serve a model no more, in Ollama's shape",
+        body=OllamaDeleteRequest,
+        media_type="text/plain",
+        error_body=ollama_body,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/api/pull",
+        ollama.pull,
+        "Whether a model is here, in Ollama's shape",
+        body=OllamaPullRequest,
+        answer=OllamaStatus,
+        media_type=LINES,
+        error_body=ollama_body,
     ),
     Route("GET", "/api/ps", ollama.running, "The models that run, in Ollama's shape", answer=OllamaRunning),
     Route(

@@ -55,6 +55,7 @@ NOT_SUPPORTED: dict[str, Unsupported] = {
     "eta_cutoff": Unsupported((0,)),
     "kv_transfer_params": Unsupported(()),
     "length_penalty": Unsupported((1,), "leave it out; it belongs to beam search"),
+    "lora": Unsupported((), "name the adapter as the model, or send lora to /v1/chat/completions"),
     "lora_request": Unsupported(()),
     "mirostat": Unsupported((0,)),
     "mirostat_mode": Unsupported((0,)),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from manta.cluster.protocol.adapter_scales import AdapterScale
 from manta.cluster.protocol.requests import CompletionRequest
 from manta.cluster.protocol.translated import as_openai
 
@@ -22,7 +23,7 @@ _RENAMED = {
 """Fields of a completion whose name here is another one."""
 _SAME = (
     *("model", "stream", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty"),
-    *("frequency_penalty", "logit_bias"),
+    *("frequency_penalty", "logit_bias", "lora"),
 )
 """Fields of a completion that have their names here too."""
 
@@ -60,6 +61,8 @@ class InfillRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
     logit_bias: list[tuple[int, float]] | dict[int, float] | None = None
+    lora: list[AdapterScale] | None = None
+    """Scales of adapters, as of a completion."""
 
     def check(self) -> None:
         """Every body has a meaning: an empty one asks for a text of its own."""

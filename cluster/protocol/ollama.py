@@ -372,6 +372,41 @@ class OllamaShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """Does nothing, because every value is valid."""
 
 
+class OllamaDeleteRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`DELETE /api/delete`."""
+
+    model: str
+    needs_model: ClassVar[bool] = False
+    """It is not loaded to be removed."""
+
+    @property
+    def served_model(self) -> str:
+        """Name of the model without Ollama's tag for the latest version."""
+        return self.model.removesuffix(LATEST)
+
+    def check(self) -> None:
+        """Does nothing, because every name is looked up."""
+
+
+class OllamaPullRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /api/pull`."""
+
+    name: str = msgspec.field(name="model")
+    """Name of the model. It need not be served here."""
+    stream: bool = True
+    insecure: bool | None = None
+    """Accepted without effect, because nothing is downloaded."""
+
+    def check(self) -> None:
+        """Does nothing, because every name is looked up."""
+
+
+class OllamaStatus(msgspec.Struct):
+    """The progress of `/api/pull`."""
+
+    status: str
+
+
 class OllamaShow(msgspec.Struct, kw_only=True):
     modelfile: str = ""
     parameters: str = ""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import msgspec
 
 from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.protocol.adapter_scales import AdapterScale, only_scaled
 from manta.cluster.protocol.constraint_fields import (
     OLDER_CONSTRAINTS,
     JsonObjectFields,
@@ -152,6 +153,8 @@ class _SamplingFields(JsonObjectFields, forbid_unknown_fields=True, kw_only=True
     """Salt of the prefix cache: only requests of this client with the same salt share cached prompts (vLLM's
     extension).
     """
+    lora: list[AdapterScale] | None = None
+    """Scales of adapters; None means what the model's name and the operator say (llama.cpp's field)."""
     user: str | None = None
     metadata: dict[str, str] | None = None
     """Accepted within OpenAI's bounds; nothing is kept that it could label."""
@@ -193,6 +196,8 @@ class _SamplingFields(JsonObjectFields, forbid_unknown_fields=True, kw_only=True
             refuse("wrong_value", "truncate_prompt_tokens", kept, bound)
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARACTERS:
             refuse_length("cache_salt", len(self.cache_salt), MAX_SALT_CHARACTERS)
+        if self.lora is not None:
+            only_scaled(self.lora, "lora")
         if not -(2**31) <= self.priority < 2**31:
             refuse("wrong_value", "priority", self.priority, "a number of 32 signed bits")
 

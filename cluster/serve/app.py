@@ -46,10 +46,11 @@ from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.cluster.serve.fleet.found import application_name
 from manta.cluster.serve.fleet.loader_deployment import loader_deployment
 from manta.cluster.serve.fleet.model_application import model_application, placed_model
+from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.listening.tls import Certificate
 from manta.cluster.serve.starting import deployed, joined_ray
-from manta.cluster.serve.starting.placed import absolute_file, placed_engine
+from manta.cluster.serve.starting.placed import absolute_file, absolute_folder, placed_engine
 from manta.cluster.serve.starting.start_failure import StartFailed, unexpected
 from manta.cluster.serve.starting.start_watch import wait_until_running
 from manta.cluster.storage.storage import with_storage
@@ -96,14 +97,17 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
 def address_application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
     """Binds the application that answers the requests of several models. Its ingresses find the models whose
     applications name it as their address. Its loader deploys those that the configuration lists, some of them on
-    demand. Raises `ValueError` as `application` does.
+    demand, and those that operators add. Raises `ValueError` as `application` does.
     """
     num_living = num_nodes()
     config = with_models_dir(config)
     models = tuple(placed_model(model, nodes) for model in config.models)
     on_demand = tuple(model for model in models if model.on_demand)
-    loader = loader_deployment().bind(models, config.max_loaded_models, config.min_loaded_s) if models else None
-    config = msgspec.structs.replace(config, models=(), served_model_name=None)
+    loader = loader_deployment().bind(
+        config.models, models, config.max_loaded_models, config.min_loaded_s, config.max_loaded_bytes
+    )
+    roots = tuple(map(absolute_folder, config.model_roots))
+    config = msgspec.structs.replace(config, models=(), served_model_name=None, model_roots=roots)
     config = with_storage(with_api_keys(_with_ingresses(config, num_living)))
     Certificate.of(config)
     secret, batches = kept_secret(), None
@@ -210,9 +214,9 @@ def start(
     *,
     replace: bool = False,
     on_connected: Callable[[], None] = lambda: None,
-) -> list[ModelInfo]:
+) -> dict[str, ModelInfo]:
     """Starts Ray and Serve in this process, deploys the application `name` and one for each of several models, and
-    returns the `ModelInfo` of each model's engines once all run. Models on demand have none yet.
+    returns the `ModelInfo` of each model's engines, by its name, once all run. Models on demand have none yet.
 
     If `RAY_ADDRESS` names a cluster (as in a Ray job), the application runs there. Otherwise it runs on a Ray of its
     own, never on one that happens to run on this machine. `on_connected` is called after Ray is joined and before
@@ -280,11 +284,10 @@ def _told_on_failure() -> Iterator[None]:
         raise unexpected(error) from error
 
 
-def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable[[], None]) -> list[ModelInfo]:
+def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable[[], None]) -> dict[str, ModelInfo]:
     config = with_models_dir(config)
     nodes = _connect(config)
-    models = {application_name(name, model.model_name): model for model in config.models_at_start}
-    for each in (name, *models):
+    for each in (name, *(application_name(name, model.model_name) for model in config.models_at_start)):
         deployed.check_name(each, replace)
     on_connected()
     listens = config.http_server != "proxy"
@@ -303,25 +306,37 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
             serve.shutdown()  # else the next start would find a Serve that cannot listen
             raise
     if config.models:
-        _run_models(models, name, nodes)
+        models = _with_changes(config, name, nodes)
+        _run_models(models, name)
         served = ", ".join(model.model_name for model in config.models)
-        others = msgspec.structs.replace(config, models=tuple(model for model in config.models if model.on_demand))
-        app = address_application(others, nodes, shares_port=not is_alone)
+        app = address_application(config, nodes, shares_port=not is_alone)
     else:
         served, app = config.model_name, application(config, nodes, shares_port=not is_alone)
     _run(app, name, None if listens else "/", f"{served} on port {config.port}")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
-    return [asyncio.run(_loaded_model(each)) for each in (models if config.models else (name,))]
+    if not config.models:
+        return {config.model_name: asyncio.run(_loaded_model(name))}
+    return {model.model_name: asyncio.run(_loaded_model(each)) for each, model in models.items()}
 
 
-def _run_models(models: dict[str, ServedModel], name: str, nodes: list[int]) -> None:
+def _with_changes(config: ServeConfig, name: str, nodes: list[int]) -> dict[str, ServedModel]:
+    """Returns the models of the address `name` that are loaded at its start, as they are deployed, by the names of
+    their applications: those of the configuration, with what operators have changed if the address runs already.
+    """
+    kept = GcsChanges(name)
+    if name not in deployed.applications():
+        kept.clear()
+    changes = kept.read().still_valid({model.model_name: model for model in config.models})
+    placed = changes.placed(placed_model(model, nodes) for model in config.models)
+    return {application_name(name, model.model_name): model for model in placed if not model.on_demand}
+
+
+def _run_models(models: dict[str, ServedModel], name: str) -> None:
     """Deploys the applications of several models, by their names, at the same time. Returns when all run."""
     updates = {
-        each: deployed.deploy(
-            model_application(placed_model(model, nodes), name), each, None, _LOGGING, model.model_name
-        )
+        each: deployed.deploy(model_application(model, name), each, None, _LOGGING, model.model_name)
         for each, model in models.items()
     }
     for each, is_update in updates.items():

@@ -29,6 +29,7 @@ from manta.cluster.http.server_span import open_server_spans
 from manta.cluster.serve.adapters.adapter_directory import ask_every, open_directory
 from manta.cluster.serve.fleet.fleet import Fleet, tokenizer_of
 from manta.cluster.serve.fleet.holds import Holds
+from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.listening.listener import Listener
 from manta.cluster.serve.recorded.streams import RecordedStreams
@@ -59,7 +60,8 @@ class Ingress:
     - `shares_port` applies only to ingresses that listen themselves.
     - `batches` is the handle of the batch runner. Nothing calls it, but Serve starts a deployment whose handle is
       passed on.
-    - `on_demand` are models that requests load, and `loader` is the handle of what loads them, if there is any.
+    - `on_demand` are models that requests load, and `loader` is the handle of what loads and changes models, if there
+      are several.
     """
 
     returns_request_id = False
@@ -137,10 +139,18 @@ class Ingress:
             config, None, self._engines, self._metrics, cluster=cluster, streams=streams, models=models, **more
         )
         self._fleet = Fleet(
-            _app_name(), config, self._app, streams, replica, self._on_demand, tell_others=self._tell_others
+            _app_name(),
+            config,
+            self._app,
+            streams,
+            replica,
+            self._on_demand,
+            changes=GcsChanges(_app_name()).read,
+            tell_others=self._tell_others,
         )
         if self._loader is not None:
-            models.on_demand = self._holds = Holds(self._fleet, self._loader, _replica_id())
+            tell = functools.partial(self._tell_others, "refresh_models")
+            models.on_demand = self._holds = Holds(self._fleet, self._loader, _replica_id(), tell_others=tell)
 
     async def check_health(self) -> None:
         """Raises if the ingress cannot serve. Serve calls it for the first time before the replica counts as
@@ -196,14 +206,19 @@ class Ingress:
         elif self._client.loaded_adapters is not None:
             await self._client.loaded_adapters.refresh()
 
-    async def _tell_others(self) -> None:
-        """Makes every other ingress and the runner of batches learn which adapters are loaded. Raises `Unavailable` if
-        one does not answer.
+    async def refresh_models(self) -> None:
+        """Learns which models are served. The ingress that has changed them calls it."""
+        if self._fleet is not None:
+            await self._fleet.look()
+
+    async def _tell_others(self, method: str = "refresh_adapters") -> None:
+        """Makes every other ingress and the runner of batches learn which adapters are loaded, or which models are
+        served, by a call of a method. Raises `Unavailable` if one does not answer.
         """
         if self._metrics.replica is not None:
-            await ask_every(lambda: self._peers.broadcast("refresh_adapters"))
+            await ask_every(lambda: self._peers.broadcast(method))
         if self._batches is not None:
-            await ask_every(lambda: self._batches.broadcast("refresh_adapters"))
+            await ask_every(lambda: self._batches.broadcast(method))
 
     async def idle_seconds(self) -> dict[str, float]:
         """Returns the seconds since the last request of each model on demand; 0 for one that is in use. The loader

@@ -5,6 +5,7 @@ The endpoints and `LLM` call it alike. What must not be cut stays: special token
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
@@ -60,14 +61,22 @@ def tokenise(
     assert info is not None
     own = [(index, text) for index, text in enumerate(texts, first) if not isinstance(text, list)]
     read = _as_they_are if info.messages is None else _as_messages
-    try:
-        sequences = read(tokenizer, own, form, info)
-        found = [_cut_ids(text, form) if isinstance(text, list) else next(sequences) for text in texts]
-    except (TextError, TemplateError) as error:
-        raise RequestRefused(Refusal("unfit", form.field_of(first), cause=str(error))) from error
+    with _naming(form.prompt_field):
+        tokenizer.encode(form.prompt, add_special_tokens=False)
+    sequences = read(tokenizer, own, form, info)
+    found = [_cut_ids(text, form) if isinstance(text, list) else next(sequences) for text in texts]
     for index, text in enumerate(found, first):
         check_text(text.token_ids, form.model, form.field_of(index))
     return found
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Refuses, under the caller's name of it, what the tokenizer or the template does not take."""
+    try:
+        yield
+    except (TextError, TemplateError) as error:
+        raise RequestRefused(Refusal("unfit", field, cause=str(error))) from error
 
 
 def _as_they_are(
@@ -79,7 +88,11 @@ def _as_they_are(
     if form.prompt and not info.includes_prompt:  # as sentence-transformers counts them: without a mark at the end
         prompt = tokenizer.encode(form.prompt, form.add_special_tokens)
         num_skipped = len(prompt) - len(tokenizer.special_ids.intersection(prompt[-1:]))
-    sequences = tokenizer.sequences(written, form.add_special_tokens)
+    try:
+        sequences = tokenizer.sequences(written, form.add_special_tokens)
+    except TextError as error:
+        index, _ = texts[error.index]
+        raise RequestRefused(Refusal("unfit", form.field_of(index), cause=str(error))) from error
     for (index, _), sequence, whole in zip(texts, sequences, written, strict=True):
         is_long = form.most_tokens is not None and len(sequence.token_ids) > form.most_tokens
         if is_long or (form.most_of_second is not None and isinstance(whole, tuple)):
@@ -93,10 +106,12 @@ def _as_messages(
     """Yields the prompts that the model's template makes of texts, which come with their indices, and of pairs."""
     assert info.messages is not None
     prompts = MessagePrompts(tokenizer, info.messages, form.prompt)
-    for num_texts in sorted({1 if isinstance(text, str) else len(text) for _, text in texts}):
-        prompts.check(num_texts, form.prompt_field)
+    with _naming("model"):
+        for num_texts in sorted({1 if isinstance(text, str) else len(text) for _, text in texts}):
+            prompts.check(num_texts, form.prompt_field)
     for index, text in texts:
-        token_ids = prompts.token_ids(_written(text, "", info), form.most_tokens, form.most_of_second, form.side)
+        with _naming(form.field_of(index)):
+            token_ids = prompts.token_ids(_written(text, "", info), form.most_tokens, form.most_of_second, form.side)
         if token_ids is None:
             _refuse_room(form, index)
         yield PooledInput(token_ids, len(token_ids))

@@ -46,7 +46,13 @@ _BYTE_OF_CHARACTER = byte_of_character()
 
 
 class TextError(ValueError):
-    """A text that is not valid Unicode; the message names the place."""
+    """A text that is not valid Unicode; the message names the place. `index` is that of the text among those that were
+    given together.
+    """
+
+    def __init__(self, message: str, index: int = 0) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 TextOrPair = str | tuple[str, str]
@@ -305,8 +311,8 @@ class Tokenizer:
         try:
             return [each.ids for each in self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except TypeError as error:
-            for text in texts:
-                _check_unicode(text)
+            for index, text in enumerate(texts):
+                _check_unicode(text, index)
             raise error
 
     def sequences(self, texts: Sequence[TextOrPair], add_special_tokens: bool = True) -> list[TokenSequence]:
@@ -316,9 +322,9 @@ class Tokenizer:
         try:
             encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
-            for text in texts:
+            for index, text in enumerate(texts):
                 for part in (text,) if isinstance(text, str) else text:
-                    _check_unicode(part)
+                    _check_unicode(part, index)
             raise error
         return [TokenSequence.of(encoding) for encoding in encodings]
 
@@ -466,12 +472,13 @@ class Tokenizer:
         return self.chat_templates.render(tools, values)
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(text: str, index: int = 0) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         lone = f"{text[error.start]!a} at character {error.start}"
-        raise TextError(f"the text holds {lone}, half of a surrogate pair and no character; remove it") from error
+        cause = f"the text holds {lone}, half of a surrogate pair and no character; remove it"
+        raise TextError(cause, index) from error
 
 
 def _added_token(entry: DeclaredToken) -> AddedToken:

@@ -76,7 +76,7 @@ class Cluster:
 
     def start(self) -> None:
         storage = FaultyStorage(self.world)
-        found = Runner(Records(storage, LIMITS), self.answer, 3, 4096)
+        found = Runner(Records(storage, LIMITS), self.answer, asyncio.Semaphore(3), 4096)
         self.running[storage] = asyncio.create_task(found.serve())
         storage.on_kill = lambda: self.reap(storage)
 

@@ -273,8 +273,11 @@ class Harness:
         masks: bool = False,
         client: str = "",
         weight: float = 1.0,
+        num_prompt_logprobs: int = 0,
     ) -> bool:
-        """Adds a request of `n` choices; with `masks` they may be late."""
+        """Adds a request of `n` choices; with `masks` they may be late. `num_prompt_logprobs` log-probabilities of the
+        prompt are not wanted.
+        """
         number = len(self.sequences)
         sequence = Sequence(
             number,
@@ -286,6 +289,7 @@ class Harness:
             priority=priority,
             client=client,
             weight=weight,
+            num_prompt_logprobs=num_prompt_logprobs,
             eos_token_ids=(0,),
             constraint=Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None,
         )

@@ -249,6 +249,11 @@ def test_events_name_adapters_salts_and_kinds_of_layers() -> None:
     assert isinstance(removed, BlockRemoved)
     assert isinstance(again, BlockStored)
     assert (again.parent_block_hash, again.extra_keys) == (stored[0].block_hashes[1], None)
+    for adapter, name in (("ab*0.5", "poet*0.5"), ("cd", "cd"), ("", None)):
+        log.store(Chain([1, 2], [bytes([9] * 16)], adapter), 0, 0)
+        (event,) = log.take()
+        assert isinstance(event, BlockStored)
+        assert event.lora_name == name
 
 
 @async_test

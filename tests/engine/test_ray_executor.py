@@ -6,15 +6,13 @@ rebuilt.
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import os
 import pathlib
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,16 +36,18 @@ from manta.cluster.engine.ranks.claims import (
     with_device,
 )
 from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
-from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Listener, RankChannel, RankHello, RankLost, connect
-from manta.cluster.engine.ranks.rank_group import RankGroup
-from manta.cluster.engine.ranks.rank_messages import Done, Message, Output, PackedMasks, Ping, Sample, Step
+from manta.cluster.engine.ranks.rank_channel import RankLost
+from manta.cluster.engine.ranks.rank_group import RankGroup, ReloadTimes
+from manta.cluster.engine.ranks.rank_messages import Message, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
-from manta.structured.frames import frame
-from manta.structured.masks import LATE, NO_MASK, MaskBatch
+from manta.structured.refusals import RequestRefused
 from manta.workers.models.model_config import ModelError
-from manta.workers.step import ScheduledSequence, StepInput, StepOutput
+from manta.workers.ranks.rank_worker import ReadAdapter
+from manta.workers.step import ScheduledSequence, StepInput
+from tests.adapters import Adapters, adapters_of
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.engine_parts import device_of
@@ -154,8 +154,13 @@ def patient() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def llm(nodes: Any) -> LLM:
-    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", kv_cache_bytes=None, kv_cache_fraction=1e-3)
+def llm(nodes: Any, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    options: dict[str, Any] = {
+        "kv_cache_bytes": None,
+        "kv_cache_fraction": 1e-3,
+        "adapter_roots": [str(tmp_path_factory.getbasetemp())],
+    }
+    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", **options)
 
 
 def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any]) -> None:
@@ -197,6 +202,64 @@ def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any])
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
     assert finish(llm, submit(llm)) == expected
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+
+
+@pytest.fixture(scope="module")
+def made() -> Adapters:
+    adapters = adapters_of(checkpoint("llama", dtype="float32"))
+    for seed, name in enumerate(("first", "second")):
+        adapters.add(name, 70 + seed)
+    return adapters
+
+
+def with_adapters(llm: LLM, *digests: str, victim: int | None = None) -> list[list[int]]:
+    """Greedy tokens of one batch with a row for each digest, in which a rank is killed after four steps."""
+    engine = llm.engine
+    ids = {f"{next(REQUEST_NUMBERS)}": digest for digest in digests}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for name, digest in ids.items():
+        engine.add_request(EngineRequest(request_id=name, prompt_token_ids=PROMPTS[0], params=params, adapter=digest))
+    found: dict[str, list[int]] = {name: [] for name in ids}
+    for number in itertools.count():
+        if not engine.has_unfinished:
+            break
+        if number == 4 and victim is not None:
+            os.kill(executor(llm).rank_pids[victim], signal.SIGKILL)
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    engine.step()  # checks that nothing leaked
+    return list(found.values())
+
+
+def test_ranks_read_adapters_beside_the_steps_and_get_them_back_when_they_restart(llm: LLM, made: Adapters) -> None:
+    engine, folders = llm.engine, {}
+
+    def find(digest: str) -> ReadAdapter:
+        return engine.executor.read_adapter(folders[digest])
+
+    engine.adapters.find = find
+    for name in ("first", "second"):
+        adapter = engine.executor.read_adapter(made.folders[name])
+        folders[adapter.digest] = made.folders[name]
+        assert engine.adapters.hold(adapter)
+    expected = [made.greedy(PROMPTS[0], name, NUM_TOKENS) for name in ("first", "second", "")]
+    assert len({tuple(each) for each in expected}) == len(expected)
+    assert with_adapters(llm, *folders, "") == expected
+    with pytest.raises(ModelError):
+        engine.executor.read_adapter(str(pathlib.Path(made.folders["first"]).parent))
+    first, second = folders
+    for victim in (0, 1):
+        assert with_adapters(llm, first, victim=victim) == expected[:1]
+        assert engine.adapters.loaded == (first,), "the other one comes back when a request names it"
+        with pytest.raises(ConnectionError):
+            engine.adapters.hold(adapter)
+        adapter = find(second)
+        assert engine.adapters.hold(adapter)
+        assert with_adapters(llm, second, first, "") == [expected[1], expected[0], expected[2]]
+    for digest in folders:
+        assert engine.adapters.drop(digest)
+    with pytest.raises(RequestRefused):
+        with_adapters(llm, first)
 
 
 @pytest.fixture
@@ -265,9 +328,18 @@ def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatc
         llm.step()
     os.kill(executor(llm).rank_pids[1], signal.SIGSTOP)
     monkeypatch.setattr(executor(llm).deadline, "times", StepTimes(shortest_s=1.0))
+    rebuild, was_away = executor(llm).rebuild, []
+
+    def note_and_rebuild() -> None:
+        was_away.append(llm.engine.executor.is_late())
+        rebuild()
+
+    monkeypatch.setattr(executor(llm), "rebuild", note_and_rebuild)
     llm.step()
     monkeypatch.undo()
     assert finish(llm, ids) == expected
+    assert was_away == [True], "requests could leave for another engine before"
+    assert not llm.engine.is_away
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
 
 
@@ -318,6 +390,30 @@ def test_unplaceable_ranks_are_explained_in_a_sentence(llm: LLM) -> None:
         RankGroup(EngineConfig(model="none", num_threads=2, tensor_parallel_size=2), placement_s=1.0).start()
 
 
+@pytest.mark.prove
+def test_a_rank_that_hangs_while_it_loads_again_is_given_up(llm: LLM, tmp_path: pathlib.Path) -> None:
+    """Its file answers no more, as on a network whose server is gone. The model comes back before the next attempt."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), folder)
+    times = ReloadTimes(factor=0.1, shortest_s=0.1)
+    config = EngineConfig(model=str(folder), num_threads=1, kv_cache_bytes=1 << 22, device="cpu")
+    group = RankGroup(config, times=times)
+    info, channel = group.start()
+    channel.close()
+    file, content = folder / "config.json", (folder / "config.json").read_bytes()
+    file.unlink()
+    os.mkfifo(file)  # who opens it waits
+    with pytest.raises(RankLost):
+        group.start()
+    file.unlink()
+    file.write_bytes(content)
+    group.times = ReloadTimes()
+    again, channel = group.start()
+    assert again.num_blocks == info.num_blocks
+    channel.close()
+    group.stop()
+
+
 def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
     """The group of the engine at hand tries to load another model once a rank has died. An engine that cannot be
     rebuilt says so, and its ranks leave.
@@ -332,6 +428,22 @@ def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.
     assert isinstance(dead.value.__cause__, ModelError), "raised as if it had been loaded here"
     assert not llm.engine.alive
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+@pytest.mark.prove
+def test_an_adapter_that_is_replaced_in_its_folder_ends_an_engine_that_restarts_its_ranks(
+    nodes: Any, made: Adapters, tmp_path: pathlib.Path
+) -> None:
+    """The requests of the engine name the values that it began with."""
+    shutil.copytree(made.folders["first"], tmp_path / "adapter")
+    llm = make_llm(tensor_parallel_size=2, placement_strategy="PACK", adapters={"fixed": str(tmp_path / "adapter")})
+    (answer,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4), adapter="fixed")
+    assert answer.outputs[0].token_ids == made.greedy(PROMPTS[0], "first", 4)
+    shutil.copytree(made.folders["second"], tmp_path / "adapter", dirs_exist_ok=True)
+    os.kill(executor(llm).rank_pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDead) as dead:
+        llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4), adapter="fixed")
+    assert isinstance(dead.value.__cause__, ModelError)
 
 
 DRIVER = """
@@ -468,96 +580,3 @@ def test_a_deadline_follows_the_steps() -> None:
     assert bound.seconds(4) == 60.0
     bound.learn(4, 0.3)
     assert bound.seconds(4) == 0.3 * FACTOR
-
-
-def test_of_masks_the_used_rows_travel() -> None:
-    rows = np.arange(40, dtype=np.int32).reshape(10, 4)
-    adjustments = {1: (np.array([3, 5], np.int32), np.array([0.5, -1.0], np.float32))}
-    sent = msgspec.msgpack.encode(PackedMasks.of(MaskBatch(7, [4, NO_MASK, 9, LATE, 4], rows, adjustments)))
-    received = msgspec.msgpack.decode(sent, type=PackedMasks).batch()
-    assert received.step_id == 7
-    assert received.slots == [0, NO_MASK, 1, LATE, 0]
-    assert received.rows.tolist() == rows[[4, 9]].tolist()
-    assert [each.tolist() for each in received.adjustments[1]] == [[3, 5], [0.5, -1.0]]
-
-
-def test_strangers_do_not_become_ranks() -> None:
-    """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
-    listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.2))
-    place = (listener.address.host, listener.address.port)
-    strangers = [socket.create_connection(place) for _ in range(4)]
-    strangers[0].sendall(frame(msgspec.msgpack.encode(RankHello("wrong", 0, 1))))
-    strangers[1].sendall(b"\xff" * 100)
-    strangers[2].close()
-    rank = connect(listener.address, 0)
-    ((hello, connection),) = listener.accept(1)
-    assert hello.pid == os.getpid()
-    assert connection.getpeername() == rank.getsockname()
-
-
-def test_a_rank_of_another_version_is_refused_by_name() -> None:
-    listener = Listener("127.0.0.1", AcceptLimits(connect_s=PATIENCE_S))
-    with socket.create_connection((listener.address.host, listener.address.port)) as other:
-        other.sendall(frame(msgspec.msgpack.encode(RankHello(listener.address.secret, 1, 17, "0.0.1"))))
-        with pytest.raises(RankLost, match=r"rank 1, process 17, is no rank of this engine: it is of Manta 0\.0\.1"):
-            listener.accept(2)
-
-
-def test_slow_or_many_strangers_block_no_rank() -> None:
-    """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
-    listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.5, max_unproven=8, connect_s=PATIENCE_S))
-    place = (listener.address.host, listener.address.port)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(listener.accept, 1)
-        with socket.create_connection(place) as dripping:
-            for number in itertools.count():  # its hello claims a kilobyte, and would take as many drips
-                try:
-                    dripping.sendall(b"\0\4\0\0"[number : number + 1] or b"x")
-                except OSError:
-                    break
-                assert number < 900
-                time.sleep(0.05)
-        listener.limits = msgspec.structs.replace(listener.limits, hello_s=PATIENCE_S)
-        strangers = [socket.create_connection(place) for _ in range(30)]
-        for stranger in strangers[: 30 - 8]:
-            stranger.settimeout(PATIENCE_S)
-            assert stranger.recv(1) == b"", "it gave way"
-        rank = connect(listener.address, 0)
-        ((hello, _),) = accepting.result(PATIENCE_S)
-        assert hello.pid == os.getpid()
-        rank.close()
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_the_latest_answer_of_a_rank_counts() -> None:
-    """However many of them come at once."""
-    listener = Listener("127.0.0.1")
-    rank = connect(listener.address, 0)
-    ranks = RankChannel(listener.accept(1))
-    assert not ranks.owes(0)
-    ranks.ask(Ping(), 0)
-    ranks.ask(Sample(), 0)
-    assert ranks.owes(0)
-    answers = [msgspec.msgpack.encode(answer) for answer in (Done(), Output(StepOutput(7)))]
-    rank.sendall(b"".join(map(frame, answers)))
-    (answer,) = ranks.collect(5.0)
-    assert isinstance(answer, Output)
-    assert answer.output.step_id == 7
-    assert not ranks.owes(0)
-    rank.close()
-    ranks.close()
-
-
-def test_a_rank_that_reads_nothing_blocks_nobody() -> None:
-    """A message larger than what the system keeps for it is sent as far as it goes."""
-    listener = Listener("127.0.0.1")
-    rank = connect(listener.address, 0)
-    ranks = RankChannel(listener.accept(1))
-    ranks.ask(Sample(PackedMasks(1, [0], bytes(1 << 24), 1, {})), 0)
-    with pytest.raises(RankLost, match=r"ranks \[0\] did not answer within 0.1 s"):
-        ranks.collect(0.1)
-    rank.close()
-    with pytest.raises(RankLost):
-        ranks.collect(0.1)
-    ranks.close()

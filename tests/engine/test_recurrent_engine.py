@@ -215,9 +215,10 @@ def test_snapshots_of_a_long_output_leave_room_for_others() -> None:
     assert num_hits(llm, prompt) == 48
 
 
-def test_int8_keys_leave_states_as_they_are() -> None:
+@pytest.mark.parametrize("cached", ["int8", "int4"])
+def test_rounded_keys_leave_states_as_they_are(cached: str) -> None:
     """A model without attention has nothing to round."""
-    assert run(make_llm(PURE, kv_cache_dtype="int8")) == expected(PURE)
+    assert run(make_llm(PURE, kv_cache_dtype=cached)) == expected(PURE)
 
 
 def test_a_draft_model_with_states_is_refused_by_name() -> None:

@@ -259,13 +259,17 @@ def test_a_prefix_within_one_step_is_computed_once() -> None:
     assert [harness.num_cached_tokens(name) for name in "0123"] == [0, 16, 16, 16]
 
 
-def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
+@pytest.mark.parametrize(("num_unwanted", "num_cached"), [(0, 0), (3, 0), (4, 4), (11, 8), (12, 12), (15, 12)])
+def test_prompt_logprobs_bypass_the_prefix_cache_from_the_first_wanted_one_on(
+    num_unwanted: int, num_cached: int
+) -> None:
     harness = Harness(num_blocks=24, budget=100, slots=8)
     harness.add([1, 2] * 8, SamplingParams(max_tokens=1))
     harness.drain()
-    harness.add([1, 2] * 8, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    harness.add([1, 2] * 8, params, num_prompt_logprobs=num_unwanted)
     harness.drain()
-    assert harness.num_cached_tokens("1") == 0
+    assert harness.num_cached_tokens("1") == num_cached
 
 
 def test_an_urgent_request_preempts_a_patient_one() -> None:

@@ -250,6 +250,19 @@ def draws_a_frame(command: str, manual: Manual) -> None:
     assert "tokens/s" in printed.getvalue()
 
 
+def lists_its_models(command: str, manual: Manual) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([*manual.manta(command), "--url", manual.server().url]) == 0
+    assert "loaded" in printed.getvalue()
+
+
+def changes_no_model(command: str, manual: Manual) -> None:
+    """The server here has one model, and refuses."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        assert main([*manual.manta(command), "--url", manual.server().url]) == 2
+    assert "--models-dir" in printed.getvalue()
+
+
 def takes_its_flags(command: str, main: Callable[[list[str]], object], words: list[str]) -> None:
     """Whether `main` reads the words up to a `--help` at their end, which names every flag of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
@@ -426,6 +439,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve demo --set engine.weights=int8 --set engine.exact=true": starts_a_server,
     "manta serve demo --generation-config none": starts_a_server,
     "manta serve demo --kv-cache-dtype int8": starts_a_server,
+    "manta serve demo --kv-cache-dtype int4": starts_a_server,
     "manta serve --set engine.prefix_store_bytes=4GiB": starts_a_server,
     "manta serve --quiet": is_named,
     "manta serve demo --max-model-len 512": starts_a_server,
@@ -440,6 +454,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
         starts_a_server
     ),
+    "manta serve Qwen/Qwen3.5-4B --set 'engine.speculative={proposers: [forced, ngram, mtp]}'": is_named,
     "manta batch": is_named_with_files,
     "manta batch requests.jsonl answers.jsonl": answers_a_batch,
     "manta batch requests.jsonl answers.jsonl --set num_engine_replicas=2": answers_a_batch,
@@ -460,6 +475,10 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     'manta chat "What is Manta?"': talks,
     "manta status": tells_its_status,
     "manta status --json": tells_its_status,
+    "manta models list": lists_its_models,
+    "manta models add qwen=Qwen2.5-0.5B-Instruct --set engine.max_model_len=4096": changes_no_model,
+    "manta models update qwen --set 'aliases=[small]' --set engine.max_num_sequences=64": changes_no_model,
+    "manta models remove qwen": changes_no_model,
     "manta top": draws_a_frame,
     "manta serve --set 'autoscaling={min_replicas: 1, max_replicas: 4}'": starts_a_server,
     "make bench": measures_a_little,

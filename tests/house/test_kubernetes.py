@@ -173,6 +173,16 @@ def test_a_pod_has_time_for_its_drain(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_an_upgrade_lets_the_old_clusters_requests_end(folder: pathlib.Path) -> None:
+    """KubeRay makes a new cluster for a changed image, and would delete the old one 60 s after the move."""
+    spec = ray_service(folder)["spec"]
+    for application in yaml.safe_load(spec["serveConfigV2"])["applications"]:
+        longest_s = application["args"].get("request_timeout_s", ServeConfig().request_timeout_s)
+        assert spec["rayClusterDeletionDelaySeconds"] > longest_s
+    assert "upgradeStrategy" not in spec, "the default moves the service once the new cluster serves"
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
 def test_policies_select_the_pods(folder: pathlib.Path) -> None:
     found = resources(folder, tuple(COMPONENTS[1:]))
     labels = [pod["metadata"]["labels"] for pod in pods(ray_service(folder))]

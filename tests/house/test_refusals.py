@@ -157,7 +157,7 @@ def test_no_code_reads_the_words_of_a_refusal() -> None:
 )
 def test_each_way_to_read_words_is_found(line: str) -> None:
     source = f"def f(result, reason):\n try: g()\n except E as error:\n  said = str(error)\n  return {line}\n"
-    assert list(readings(source)) == [("f", 5)]
+    assert list(readings(ast.parse(source))) == [("f", 5)]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,6 @@ def test_a_root_is_of_salt_owner_and_values() -> None:
             request_id="a", prompt_token_ids=[5], params=SamplingParams(), cache_root=root, adapter=adapter
         ).chain_root
         for root in (b"", b"one" * 4)
-        for adapter in ("", "ab" * 16, "cd" * 16)
+        for adapter in ("", "ab" * 16, "cd" * 16, f"{'ab' * 16}*0.5")
     }
-    assert len(roots) == 6
+    assert len(roots) == 8

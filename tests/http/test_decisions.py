@@ -13,6 +13,7 @@ import pytest
 
 from manta import LLM, SamplingParams
 from manta.cluster.chat.decided import AnswerPath, probabilities
+from manta.workers.step import TokenLogprobs
 from tests.checkpoints import EOS_TOKEN_ID, checkpoint, reference_logits
 from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S
@@ -106,6 +107,32 @@ def test_probabilities_are_those_of_constrained_draws(server: ThreadedServer) ->
     usage = found["usage"]
     assert usage["input_tokens"] == usage["total_tokens"] > 0
     assert usage["output_tokens"] == 0
+
+
+def test_answers_share_the_questions_prompt_in_the_prefix_cache(server: ThreadedServer) -> None:
+    """Those of one body too. What is read from the cache changes no probability."""
+    first, again = (answered(server, input=f"Again: {TEXT}", questions=[CHOICE]) for _ in range(2))
+    for left, right in zip(*(each["answers"][0]["probabilities"] for each in (first, again)), strict=True):
+        assert left["probability"] == pytest.approx(right["probability"], abs=1e-5)
+    num_read, num_read_again = (each["usage"]["input_tokens_details"]["cached_tokens"] for each in (first, again))
+    num_answers = len(CHOICE["choices"])
+    num_leading, rest = divmod(num_read_again, num_answers)
+    assert num_leading > 0
+    assert rest == 0
+    assert num_read >= num_leading * (num_answers - 1)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+def test_an_answer_without_a_finite_probability_is_a_failure(
+    server: ThreadedServer, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(kernels: Any, logits: Any, next_token_ids: list[int], *_: Any) -> list[TokenLogprobs]:
+        return [TokenLogprobs(token_id, value, 1, [], []) for token_id in next_token_ids]
+
+    monkeypatch.setattr("manta.workers.torch_worker.model_runner.prompt_logprobs", broken)
+    answer = asked(server, input=f"{TEXT} {value}")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
 
 
 def test_an_input_of_items_is_asked_in_its_last_message(server: ThreadedServer) -> None:

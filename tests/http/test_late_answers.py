@@ -116,6 +116,15 @@ async def test_metrics_are_there_when_no_engine_answers() -> None:
     assert series(answer.text)["manta:engines_serving", ()] == 0
 
 
+def test_an_engine_that_restarts_its_ranks_does_not_serve(stats: EngineStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams go on elsewhere, and a probe that found it ready would send it more."""
+    app = App(num_engine_replicas=2)
+    monkeypatch.setattr(RepeatingEngines, "answering", [stats, msgspec.structs.replace(stats, is_away=True)])
+    assert app.ask("GET", "/health").json() == {"status": "degraded", "reason": "1 of 2 engines serve"}
+    assert series(app.ask("GET", "/metrics").text)["manta:engines_serving", ()] == 1
+    assert [each["state"] for each in app.ask("GET", "/status").json()["engines"]] == ["running", "waits for ranks"]
+
+
 @pytest.mark.parametrize(("num_standbys", "reason"), [(0, "1 of 2 engines serve"), (1, "1 of 2 engines serve")])
 def test_one_engine_of_two_is_degraded(
     num_standbys: int, reason: str, stats: EngineStats, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import json
 import os
@@ -237,6 +238,100 @@ async def test_damaged_and_hostile_adapters_change_nothing(tmp_path: pathlib.Pat
         await server.server.until_idle()
 
 
+def with_alpha(folder: pathlib.Path, factor: float) -> Adapters:
+    """The first adapter with another alpha, in a folder, as "changed"."""
+    shutil.copytree(made().folders["one"], folder)
+    alpha = json.loads((folder / CONFIG).read_text())["lora_alpha"]
+    configured(lora_alpha=alpha * factor)(folder)
+    changed = copy.copy(made())
+    changed.folders = {"changed": str(folder)}
+    return changed
+
+
+@async_test
+async def test_scales_of_adapters_are_given_as_to_llamacpp(tmp_path: pathlib.Path) -> None:
+    """A request has them in its body, or an operator gives them to all requests that name the model itself."""
+    half = with_alpha(tmp_path / "half", 0.5)
+    expected = {
+        0: made().greedy(PROMPT, "", NUM_TOKENS),
+        0.5: half.merged_greedy(PROMPT, "changed", NUM_TOKENS),
+        1: made().greedy(PROMPT, "one", NUM_TOKENS),
+    }
+    assert len({tuple(each) for each in expected.values()}) == len(expected)
+    first = made().folders["three"]
+    async with loading(tmp_path, made(), {"adapters": {"first": first}}) as server:
+        assert (await server.load("one")).status_code == 200
+
+        async def tokens(model: str = server.server.model, **fields: Any) -> list[int]:
+            answer = await server.ask(model, PROMPT, NUM_TOKENS, **fields)
+            assert answer.status_code == 200, answer.text
+            found: list[int] = answer.json()["choices"][0]["token_ids"]
+            return found
+
+        async def apply(*scales: tuple[int, float]) -> dict[str, float]:
+            body = [{"id": number, "scale": scale} for number, scale in scales]
+            answer = await server.client.post("/lora-adapters", json=body)
+            assert (answer.status_code, answer.json()) == (200, {"success": True})
+            return {each["name"]: each["scale"] for each in (await server.client.get("/lora-adapters")).json()}
+
+        assert (await server.client.get("/lora-adapters")).json() == [
+            {"id": 0, "name": "first", "path": first, "scale": 0},
+            {"id": 1, "name": "one", "path": str(tmp_path / "one"), "scale": 0},
+        ]
+        for _ in range(2):
+            together = (tokens(lora=[{"id": 0, "scale": 0}, {"id": 1, "scale": scale}]) for scale in expected)
+            assert await asyncio.gather(*together) == [*expected.values()]
+        assert await tokens(lora=[{"id": 0, "scale": 1}]) == made().greedy(PROMPT, "three", NUM_TOKENS)
+        running = Stream(server, server.server.model)
+        await running.has_begun.wait()
+        assert await apply((1, 0.5), (0, 0)) == {"first": 0, "one": 0.5}
+        assert await tokens() == expected[0.5]
+        assert await tokens(lora=[]) == expected[0]
+        assert await tokens("one") == expected[1]
+        assert (await running.tokens)[:NUM_TOKENS] == expected[0]
+        assert await apply((0, 1)) == {"first": 1, "one": 0}
+        assert await tokens() == made().greedy(PROMPT, "three", NUM_TOKENS)
+        assert await apply() == {"first": 0, "one": 0}
+        assert await tokens() == expected[0]
+        await apply((1, 1))
+        assert (await server.unload("one")).status_code == 200
+        assert (await server.load("one", "two")).status_code == 200
+        assert await tokens() == expected[0], "what was applied was unloaded, and this only has its name"
+
+
+SCALES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "an id that is none": ([{"id": 2, "scale": 1}], "[0].id"),
+    "a negative id": ([{"id": 0, "scale": 0}, {"id": -1, "scale": 1}], "[1].id"),
+    "an id twice": ([{"id": 0, "scale": 1}, {"id": 0, "scale": 0}], "[1].id"),
+    "two adapters": ([{"id": 0, "scale": 1}, {"id": 1, "scale": 0.5}], "[1].scale"),
+    "a huge scale": ([{"id": 0, "scale": 1e9}], "[0].scale"),
+    "no scale": ([{"id": 0}], "[0].scale"),
+    "a field of another server": ([{"id": 0, "scale": 1, "weight": 1}], "[0].weight"),
+}
+
+
+@async_test
+async def test_scales_that_cannot_be_are_refused(tmp_path: pathlib.Path) -> None:
+    async with loading(tmp_path, made()) as server:
+        for name in ("one", "two"):
+            assert (await server.load(name)).status_code == 200
+        for what, (scales, field) in SCALES.items():
+            answer = await server.ask(server.server.model, PROMPT, 1, lora=scales)
+            assert code_of(answer)[:2] == (400, f"lora{field}"), (what, answer.text)
+            answer = await server.client.post("/lora-adapters", json=scales)
+            assert code_of(answer)[:2] == (400, field), (what, answer.text)
+        answer = await server.ask("one", PROMPT, 1, lora=[{"id": 1, "scale": 1}])
+        assert code_of(answer)[:2] == (400, "lora"), "its model is another adapter"
+        answer = await server.client.post("/lora-adapters", json={"id": 0, "scale": 1})
+        assert answer.status_code == 400
+        answer = await server.client.post("/lora-adapters?model=else", json=[])
+        assert code_of(answer) == (404, "model", "model_not_found")
+        body = {"model": server.server.model, "input": "hello", "lora": [{"id": 0, "scale": 1}]}
+        assert code_of(await server.client.post("/v1/responses", json=body))[:2] == (400, "lora")
+        listed = (await server.client.get("/lora-adapters")).json()
+        assert [each["scale"] for each in listed] == [0, 0]
+
+
 class Reading:
     """Reads adapters as an executor does, and counts those that it reads at a time."""
 
@@ -316,11 +411,16 @@ async def test_values_that_are_nowhere_are_no_reason_to_use_others(tmp_path: pat
 
 @async_test
 async def test_a_server_without_folders_loads_nothing(tmp_path: pathlib.Path) -> None:
-    async with loading(tmp_path, made(), {"adapter_roots": ()}) as server:
+    options = {"adapter_roots": (), "adapters": {"first": made().folders["one"]}}
+    async with loading(tmp_path, made(), options) as server:
+        assert (await server.client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])).status_code == 400
+        half = with_alpha(tmp_path / "half", 0.5).merged_greedy(PROMPT, "changed", NUM_TOKENS)
+        answer = await server.ask(server.server.model, PROMPT, NUM_TOKENS, lora=[{"id": 0, "scale": 0.5}])
+        assert answer.json()["choices"][0]["token_ids"] == half
         assert code_of(await server.load("one", str(tmp_path / "one"))) == (400, "lora_path", None)
         assert code_of(await server.unload("one")) == (404, "lora_name", "model_not_found")
 
 
 def test_operators_alone_may_change_adapters() -> None:
-    changing = [route for route in ROUTES if route.path.endswith("load_lora_adapter")]
-    assert [route.for_operators for route in changing] == [True, True]
+    changing = [route for route in ROUTES if route.path.endswith(("load_lora_adapter", "lora-adapters"))]
+    assert [route.for_operators for route in changing] == [True] * 4

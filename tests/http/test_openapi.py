@@ -146,7 +146,7 @@ def test_wrong_bodies_and_methods_are_documented(shared: Documented, path: str) 
 
 def test_wrong_methods_models_and_token_ids_are_documented(shared: Documented) -> None:
     for path in GETS:
-        assert shared.ask(path, method="POST") == 405
+        assert shared.ask(path, method="PUT") == 405
     assert shared.ask_url("/v1/models/{model}", "/v1/models/gpt-9") == 404
     assert shared.ask("/detokenize", {"tokens": [VOCAB_SIZE + 10**6]}) == 400
     for schema in ({"type": "object", "not": {}}, {"type": "nothing"}):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import functools
+import json
 import pathlib
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from manta.cluster.config import EngineConfig
 from manta.cluster.llm import LLM, BeamSearchParams, ConstraintSpec, SamplingParams
+from manta.cluster.option_reader import read_options
 from manta.structured.refusals import RequestRefused
+from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.model_config import ModelError
+from manta.workers.option_support import check_options
+from manta.workers.torch_worker import torch_worker
 from tests.adapters import Adapters, adapters_of
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
@@ -35,8 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
 OTHERS = ("qwen2", "phi3", "lfm2", "olmo2", "granite", "mistral", "qwen3_windows", "seed_oss")
 MIXERS: dict[str, Any] = {
     "granite_hybrid": ["in_proj", "out_proj", "q_proj", "v_proj", "o_proj"],
-    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"],
-    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"],
+    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "mamba": ["in_proj", "x_proj"],
     "glm": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gemma2": "all-linear",
@@ -165,6 +173,43 @@ def test_an_unknown_name_is_refused_before_anything_runs() -> None:
     refusal = refused.value.refusal
     assert (refusal.kind, refusal.field, refusal.value) == ("unknown_value", "adapter", "else")
     assert {*KINDS} <= {*refusal.bound}
+
+
+MERGED = {
+    "separate experts": "model.layers.0.block_sparse_moe.experts.0.w1",
+    "experts of another name": "model.layers.0.mlp.experts.0.gate_proj",
+    "experts in one tensor": "model.layers.0.mlp.experts",
+    "a router": "model.layers.0.block_sparse_moe.gate",
+    "the head": "lm_head",
+}
+"""Modules that adapters may change elsewhere, and have to be merged into the model here."""
+
+
+@pytest.mark.parametrize("what", [*MERGED, "another model's modules", "a missing half"])
+def test_what_adapters_cannot_change_is_refused_before_weights_are_read(
+    what: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_models(*_: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(torch_worker, "load_models", load_models)
+    module = MERGED.get(what, "transformer.h.0.attn")
+    halves = {f"base_model.model.{module}.lora_{half}.weight": torch.zeros(4, 4) for half in "AB"}
+    if what == "a missing half":
+        halves.popitem()
+    save_file(halves, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [module.rpartition(".")[2]]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"{module}{', which takes no adapters' if what in MERGED else ''}"):
+        LLM(str(checkpoint("mixtral")), num_threads=1, adapters={"a": str(tmp_path)})
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_devices_without_adapters_refuse_them_before_anything_is_read(device: str) -> None:
+    model = load_model_config(checkpoint("llama"))
+    for options in ({"adapters": {"a": "nowhere"}}, {"adapter_roots": ["nowhere"]}):
+        with pytest.raises(ModelError, match=device):
+            check_options(read_options({"model": "nowhere", **options}, EngineConfig), device, model)
 
 
 def test_adapters_of_a_device_a_model_or_a_mode_that_has_none_are_refused(tmp_path: pathlib.Path) -> None:

@@ -89,6 +89,16 @@ def test_a_text_that_is_too_long_is_refused_or_cut() -> None:
     assert cosines(llm.embed(long, truncate=True), expected).min() > 0.9999
 
 
+@pytest.mark.parametrize(
+    ("texts", "prompt_name", "field"),
+    [(["a", "b\ud800", "c"], None, "texts[1]"), ([[5, 6], "a", "\ud800"], "query", "texts[2]")],
+)
+def test_a_text_that_is_no_unicode_is_named(texts: list[str | list[int]], prompt_name: str | None, field: str) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        loaded(embedder("qwen3")).embed(texts, prompt_name=prompt_name)
+    assert (caught.value.refusal.kind, caught.value.refusal.field) == ("unfit", field)
+
+
 def test_dimensions_keep_the_first_numbers_of_a_vector() -> None:
     llm = loaded(embedder("bert_mean"))
     whole, cut = llm.embed(TEXTS), llm.embed(TEXTS, dimensions=7)

@@ -184,11 +184,15 @@ def test_what_the_template_does_not_write_is_refused(tmp_path: pathlib.Path) -> 
         ("{% for each in messages if each.role == 'user' %}{{ each.content }}{% endfor %}", "model"),
         ("{% for each in messages if each.role == 'query' %}{{ each.content }}{% endfor %}", "model"),
         ("{% for each in messages if each.role != 'system' %}{{ each.content }}{% endfor %}", "instruction"),
-        ("{{ raise_exception('no') }}", "texts[0]"),
+        ("{{ raise_exception('no') }}", "model"),
+        (
+            "{% for one in messages %}{{ one.content }}{{ one.content == 'b' and raise_exception('no') }}{% endfor %}",
+            "texts[1]",
+        ),
     ):
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(RequestRefused) as caught:
-            loaded(folder).score("a", ["b"], instruction="c")
+            loaded(folder).score("a", ["a", "b"], instruction="c")
         assert caught.value.refusal.field == field
 
 

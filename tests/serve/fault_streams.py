@@ -6,7 +6,9 @@ The application is deployed as `serve deploy` would: its configuration changes a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import http.client
 import json
 import threading
 import time
@@ -21,7 +23,10 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
+from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
+from manta.cluster.serve.starting.start_failure import logs_folder
+from manta.cluster.telemetry.request_log import log_folder
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
@@ -278,6 +283,25 @@ class Application:
             lines = response.read().decode().splitlines()
         values = (line.rpartition(" ") for line in lines if not line.startswith("#") and line.count('="') == 1)
         return {name.partition("{")[0]: float(value) for name, _, value in values}
+
+    def until_serving(self, num_engines: int) -> None:
+        """Until every engine computes steps: none restarts its ranks, and an ingress says so."""
+
+        def serves() -> bool:
+            with contextlib.suppress(OSError, http.client.HTTPException, KeyError):
+                return self.metrics()["manta:engines_serving"] == num_engines
+            return False
+
+        wait_until(serves, poll_s=0.5)  # a look asks every engine
+
+    def takeovers(self) -> list[dict[str, Any]]:
+        """Returns the request log's entries of streams that went on on another engine, longest pause first."""
+        folder = logs_folder()
+        assert folder is not None
+        files = log_folder(folder, APP).glob("ingress-*.jsonl*")
+        entries = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        found = [entry for entry in entries if entry.get("event") == "resumed"]
+        return sorted(found, key=lambda entry: -sum(entry[f"{phase}_s"] for phase in TAKEOVER_PHASES))
 
     def until_nothing_is_left(self) -> None:
         """Neither a block nor a grammar session in any engine."""

@@ -25,6 +25,7 @@ from manta.cluster.serve.channel.token_channel import Address, RequestResult
 from manta.cluster.serve.recorded.keeper import Keeper
 from manta.cluster.serve.recorded.streams import RecordedStreams
 from manta.cluster.serve.requests.prompt_run import PromptRun
+from manta.cluster.serve.requests.takeover import USUAL_TIMES
 from manta.cluster.serve_limits import StreamLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
@@ -121,6 +122,7 @@ class Ingress:
         self.metrics = Metrics("model", f"ingress {number}")
         self.runs: dict[str, PromptRun] = {}
         self.suspects = asyncio.Lock()
+        self.times = USUAL_TIMES
         self.num_generated = 0
         self.keepers: Any = None
         self.replicas_running: frozenset[str] = frozenset()
@@ -172,6 +174,9 @@ class Ingress:
         return None
 
     def forget_sent(self, request_id: str) -> None: ...
+
+    def cannot_reach(self, request_id: str) -> bool:
+        return False
 
     def note_output(self, request_id: str) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +14,17 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from manta.cluster.config import EngineConfig, ServeConfig
-from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
+from manta.cluster.engine.adapter_table import AdapterTable, AppliedAdapter, LoadedAdapter
 from manta.cluster.errors import ServingError, Unavailable
 from manta.cluster.http.access.model_names import ModelNames
 from manta.cluster.serve.adapters import adapter_registry
 from manta.cluster.serve.adapters.adapter_directory import AdapterDirectory, ask_every
+from manta.cluster.serve.starting import kept_versions
 from manta.structured.refusals import Refusal
 from tests.async_tests import async_test
 from tests.http.test_routes import App
 from tests.loaded_adapters import MemoryRegistry
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 KEEP_S = 100.0
 DIED = ActorDiedError()
@@ -67,9 +69,14 @@ async def test_every_ingress_knows_a_load_when_it_is_answered() -> None:
     assert (second.paths, second.digest_of("a")) == ({"a": "/one"}, "digest of /one")
     await second.load("a", "/two", in_place=True)
     assert first.digest_of("a") == "digest of /two"
+    await first.apply(AppliedAdapter("a", 0.5))
+    assert second.applied == AppliedAdapter("a", 0.5)
+    await second.load("b", "/b", in_place=False)
+    assert first.applied == AppliedAdapter("a", 0.5)
     await second.unload("a")
     assert first.digest_of("a") is None
-    assert told == [["a"], ["a"], []]
+    assert first.applied is None
+    assert told == [["a"], ["a"], ["a"], ["a", "b"], ["b"]]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +212,7 @@ def test_of_two_changes_of_one_table_one_is_made(monkeypatch: pytest.MonkeyPatch
     """However late the other one comes."""
     store = Store()
     context = types.SimpleNamespace(get_session_name=lambda: "session")
-    monkeypatch.setattr(adapter_registry, "internal_kv", store)
+    monkeypatch.setattr(kept_versions, "internal_kv", store)
     monkeypatch.setattr(adapter_registry, "ray", types.SimpleNamespace(get_runtime_context=lambda: context))
     first, second = (adapter_registry.open_registry("manta", "model") for _ in range(2))
     other = adapter_registry.open_registry("manta", "another model")
@@ -228,3 +235,34 @@ def test_the_names_of_the_configuration_stay_its_own() -> None:
     assert [names.adapter_of(each) for each in ("other", "new", "llama:new", "first")] == ["", "new", "new", "first"]
     names.serve([])
     assert (names.listed, names.adapter_of("new")) == (("llama", "other", "first"), None)
+
+
+class SlowRegistry(MemoryRegistry):
+    """Each read takes until `may_end` is set, and gives what was there when it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+        self.may_end = threading.Event()
+
+    def read(self) -> AdapterTable:
+        self.num_reads += 1
+        table = self.table
+        assert self.may_end.wait(PATIENCE_S)
+        return table
+
+
+@async_test
+async def test_those_who_ask_at_the_same_time_share_a_read() -> None:
+    """Each gets what was there when it asked, or later, and a client that leaves ends no read of others."""
+    registry = SlowRegistry()
+    directory = AdapterDirectory(Engines(), registry, KEEP_S)
+    first = [asyncio.ensure_future(directory.refresh()) for _ in range(50)]
+    await until(lambda: registry.num_reads == 1)
+    registry.table = AdapterTable(1, {"a": found("/one")})
+    later = [asyncio.ensure_future(directory.refresh()) for _ in range(50)]
+    await asyncio.sleep(0)
+    later[0].cancel()
+    registry.may_end.set()
+    await asyncio.gather(*first, *later[1:])
+    assert (directory.paths, registry.num_reads) == ({"a": "/one"}, 2)

@@ -35,7 +35,13 @@ class Address:
         engine = {"dtype": "float32", "kv_cache_bytes": 8 << 20, "model": str(checkpoint("llama"))}
         listed = [{**model, "engine": engine | model.get("engine", {})} for model in models]
         options = {"http_server": "listener", "port": self._port, "drain_notice_s": 1.0, "models": listed}
+        options["model_roots"] = [str(checkpoint("llama").parent)]
         serve.run_many([serve.RunTarget(app.build_address(options), app.APP_NAME, None)])
+
+    def change(self, method: str, path: str = "", **fields: Any) -> None:
+        url = f"{self._url}/v1/models{path}"
+        answer = httpx.request(method, url, json=fields or None, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
 
     def states(self) -> dict[str, str]:
         cards = httpx.get(f"{self._url}/v1/models", timeout=PATIENCE_S).json()["data"]
@@ -91,3 +97,28 @@ def test_a_changed_list_changes_the_models_that_differ(address: Address) -> None
 
     serve.delete(app.APP_NAME)
     wait_until(lambda: not applications(), poll_s=0.5)
+
+
+def test_what_operators_have_changed_counts_until_the_list_has_another_entry(address: Address) -> None:
+    listed = {"name": "kept"}, {"name": "gone"}
+    address.deploy(*listed)
+    address.until(kept="loaded", gone="loaded")
+    address.change("PATCH", "/kept", aliases=["k"])
+    address.change("DELETE", "/gone")
+    address.change("POST", name="added", on_demand=True, engine={"model": checkpoint("llama").name})
+    address.until(kept="loaded", k="loaded", added="unloaded")
+    wait_until(lambda: set(applications()) == {app.APP_NAME, f"{app.APP_NAME}.kept"}, poll_s=0.5)
+    engines = engines_of("kept")
+
+    address.deploy(*listed)
+    address.until(kept="loaded", k="loaded", added="unloaded")
+    assert engines_of("kept") == engines
+
+    address.deploy({"name": "kept", "aliases": ["other"]}, {"name": "gone"})
+    address.until(kept="loaded", other="loaded", added="unloaded")
+    assert address.text("added") == address.text("other")
+
+    serve.delete(app.APP_NAME)
+    wait_until(lambda: not applications(), poll_s=0.5)
+    address.deploy(*listed)
+    address.until(kept="loaded", gone="loaded")

@@ -72,11 +72,11 @@ def named(name: str, *aliases: str, model: str = "demo", **options: Any) -> Serv
     [
         ("RUNNING", ("RUNNING",), Condition("loaded")),
         ("DEPLOYING", ("STARTING",), Condition("loading")),
-        ("DEPLOYING", ("RUNNING", "STARTING"), Condition("loaded")),
+        ("DEPLOYING", ("RUNNING", "STARTING"), Condition("loaded", is_updating=True)),
         ("UNHEALTHY", (), Condition("loading")),
         ("RUNNING", (), Condition("unloaded")),
         ("DEPLOY_FAILED", (), Condition("failed", "it did not start")),
-        ("DEPLOY_FAILED", ("RUNNING",), Condition("loaded")),
+        ("DEPLOY_FAILED", ("RUNNING",), Condition("loaded", "it was not updated: it did not start")),
         ("DEPLOY_FAILED", ("STARTING",), Condition("loading")),
     ],
 )

@@ -1,5 +1,6 @@
-"""Three models of different families at one address on an own Ray: one is killed, updated, removed and one fails
-to load, while another answers without a pause and in the same processes.
+"""Three models of different families at one address on an own Ray: one is killed, updated, removed, one is added and
+one fails to load, while another answers without a pause and in the same processes. What was changed outlives the
+loader and Serve's controller.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from ray import serve
 from ray.serve.context import _get_global_client as get_client
 
 from benchmarks.processes import free_port
+from manta.cluster.cli.__main__ import main
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
 from manta.cluster.serve import app
-from manta.cluster.serve.fleet.model_application import model_application, placed_model
-from manta.structured.host import num_cores
+from manta.cluster.serve.fleet.loader_deployment import LOADER
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
+from tests.processes import running_below
 
 pytestmark = pytest.mark.prove
 
@@ -29,27 +30,26 @@ FAMILIES = ("llama", "qwen2", "gpt_neox")
 BODY = {"prompt": [5, 9, 17, 30], "temperature": 0, "ignore_eos": True, "max_tokens": 200, "stream": True}
 
 
-def served(family: str, *aliases: str, folder: pathlib.Path | None = None) -> ServedModel:
-    model = str(folder or checkpoint(family))
-    engine = EngineConfig(model=model, dtype="float32", kv_cache_bytes=8 << 20)
-    return ServedModel(name=family, aliases=aliases, engine=engine)
+def served(family: str) -> ServedModel:
+    engine = EngineConfig(model=str(checkpoint(family)), dtype="float32", kv_cache_bytes=8 << 20)
+    return ServedModel(name=family, engine=engine)
 
 
 class Deployed:
     """The address and its models, which this process has started."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: pathlib.Path) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         models = tuple(map(served, FAMILIES))
-        loaded = app.start(ServeConfig(models=models, port=port, drain_timeout_s=1.0))
-        assert len(loaded) == len(FAMILIES)
+        self.port = str(port)
+        roots = (str(checkpoint("llama").parent), str(root))
+        loaded = app.start(ServeConfig(models=models, model_roots=roots, port=port, drain_timeout_s=1.0))
+        assert [*loaded] == [*FAMILIES]
 
-    def deploy(self, model: ServedModel) -> None:
-        """Deploys one model's application, as `serve deploy` does if only this one has changed."""
-        made = model_application(placed_model(model, [num_cores()]), app.APP_NAME)
-        target = serve.RunTarget(made, f"{app.APP_NAME}.{model.model_name}", None)
-        serve.run_many([target], wait_for_applications_running=False)
+    def manta(self, *arguments: str) -> int:
+        """Returns the exit code of `manta models`."""
+        return main(["models", *arguments, "--port", self.port])
 
     def states(self) -> dict[str, str]:
         cards = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S).json()["data"]
@@ -68,6 +68,13 @@ class Deployed:
             }
             for name, details in client.get_serve_details()["applications"].items()
         }
+
+    def loader_process(self) -> int | None:
+        """Returns the process of the loader; None if Serve tells none that runs."""
+        client = get_client()
+        assert client is not None
+        replicas = client.get_serve_details()["applications"][app.APP_NAME]["deployments"][LOADER]["replicas"]
+        return next((each["pid"] for each in replicas if each["state"] == "RUNNING"), None)
 
     def text(self, model: str) -> str:
         answer = httpx.post(f"{self.url}/v1/completions", json=BODY | {"model": model}, timeout=PATIENCE_S)
@@ -105,14 +112,22 @@ class Asking:
 
 
 @pytest.fixture(scope="module")
-def deployed() -> Iterator[Deployed]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder of models with one that cannot be loaded."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "broken").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deployed(root: pathlib.Path) -> Iterator[Deployed]:
     try:
-        yield Deployed()
+        yield Deployed(root)
     finally:
         app.stop()
 
 
-def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed, tmp_path: pathlib.Path) -> None:
+def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed) -> None:
     texts = {family: deployed.text(family) for family in FAMILIES}
     assert len(set(texts.values())) == len(FAMILIES)
     before = deployed.process_ids()
@@ -123,17 +138,23 @@ def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed, tmp_pa
         wait_until(lambda: not deployed.process_ids()["manta.qwen2"] <= {victim}, poll_s=0.5)
         assert deployed.text("qwen2") == texts["qwen2"]
 
-        deployed.deploy(served("qwen2", "q"))
-        wait_until(lambda: deployed.states().get("q") == "loaded", poll_s=0.5)
+        engines = deployed.process_ids()["manta.qwen2"]
+        assert deployed.manta("update", "qwen2", "--set", "aliases=[q]", "--set", "engine.max_model_len=300") == 0
+        wait_until(lambda: deployed.process_ids()["manta.qwen2"].isdisjoint(engines), poll_s=0.5)
         assert deployed.text("q") == texts["qwen2"]
 
-        deployed.deploy(served("broken", folder=tmp_path))
-        wait_until(lambda: deployed.states().get("broken") == "failed", poll_s=0.5)
+        assert deployed.manta("add", "broken=broken") == 1
+        assert deployed.states()["broken"] == "failed"
         assert httpx.post(f"{deployed.url}/v1/completions", json=BODY | {"model": "broken"}).status_code == 503
 
-        serve.delete("manta.broken")
-        serve.delete("manta.gpt_neox")
-        wait_until(lambda: set(deployed.states()) == {"llama", "qwen2", "q"}, poll_s=0.5)
+        for name in ("broken", "gpt_neox"):
+            assert deployed.manta("remove", name) == 0
+        assert set(deployed.states()) == {"llama", "qwen2", "q"}
+        wait_until(lambda: set(deployed.process_ids()) == {"manta", "manta.llama", "manta.qwen2"}, poll_s=0.5)
+
+        added = ("--set", "engine.dtype=float32", "--set", "engine.kv_cache_bytes=8MiB")
+        assert deployed.manta("add", f"added={checkpoint('gpt_neox').name}", *added) == 0
+        assert deployed.text("added") == texts["gpt_neox"]
     finally:
         asking.stop()
     assert not asking.faults
@@ -141,3 +162,16 @@ def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed, tmp_pa
     after = deployed.process_ids()
     for application in ("manta", "manta.llama"):
         assert after[application] == before[application]
+
+
+def test_what_operators_have_changed_outlives_the_loader_and_the_controller(deployed: Deployed) -> None:
+    states, before, loader = deployed.states(), deployed.process_ids(), deployed.loader_process()
+    for controller in running_below(None, "ray::ServeController"):
+        controller.kill()
+    psutil.Process(loader).kill()
+    wait_until(lambda: deployed.loader_process() not in (loader, None), poll_s=0.5)
+    assert deployed.manta("add", "later=demo", "--on-demand") == 0
+    assert deployed.states() == states | {"later": "unloaded"}
+    after = deployed.process_ids()
+    models = [name for name in before if name != app.APP_NAME]
+    assert [after[name] for name in models] == [before[name] for name in models]

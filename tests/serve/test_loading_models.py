@@ -12,18 +12,33 @@ import asyncio
 import random
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.condition import Condition, Stage
 from manta.cluster.serve.fleet.found import FoundModel, application_name
-from manta.cluster.serve.fleet.loader import RETRY_FAILED_S, Loader, Told
+from manta.cluster.serve.fleet.listed_models import ListedModels
+from manta.cluster.serve.fleet.loaded_amount import Amount
+from manta.cluster.serve.fleet.loader import (
+    MAX_RETRY_DEPLOY_S,
+    MOST_LOADING_S,
+    RETRY_DEPLOY_S,
+    RETRY_FAILED_S,
+    Loader,
+    Told,
+)
+from manta.cluster.serve.fleet.model_changes import ModelChanges
 from tests.async_tests import async_test
 from tests.patience import PATIENCE_S
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 MIN_LOADED_S = 10.0
+SIZE = 100
+"""Bytes of a model."""
+MOST_THREADS = 64
+"""Cores of the largest node."""
 ADDRESS = "manta"
 
 
@@ -35,10 +50,31 @@ def kept(name: str, **options: str) -> ServedModel:
     return ServedModel(name=name, engine=EngineConfig(model="demo", **options))
 
 
+class KeptChanges:
+    """In place of Ray's store."""
+
+    def __init__(self) -> None:
+        self.changes = ModelChanges()
+
+    def read(self) -> ModelChanges:
+        return self.changes
+
+    def replace(self, changes: ModelChanges) -> bool:
+        if changes.version != self.changes.version + 1:
+            return False
+        self.changes = msgspec.json.decode(msgspec.json.encode(changes), type=ModelChanges)
+        return True
+
+
 class World:
     """Serve, which loads and ends what it is told when the test says so, and ingresses, which use `busy` models."""
 
-    def __init__(self, max_loaded: int) -> None:
+    def __init__(self, max_loaded: int, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self.sizes: dict[str, int] = {}
+        """Memory of models that take another amount than `SIZE`."""
+        self.unreadable: set[str] = set()
+        """Models whose files are gone."""
         self.found: dict[str, FoundModel] = {}
         self.leaving: set[str] = set()
         """Applications that are being deleted."""
@@ -48,18 +84,37 @@ class World:
         self.busy: set[str] = set()
         self.idle: dict[str, float] = {}
         self.now = 0.0
+        self.tried: list[str] = []
         self.deployed: list[str] = []
         self.deleted: list[str] = []
         self.asked_to_let_go: list[str] = []
+        self.refusal: str | None = None
+        """The reason why Serve deploys nothing; None if it does."""
+        self.kept = KeptChanges()
         self.loader = self.new_loader(max_loaded, *map(on_demand, NAMES))
 
     def new_loader(self, max_loaded: int, *models: ServedModel) -> Loader:
-        return Loader(ADDRESS, models, max_loaded, MIN_LOADED_S, self, lambda: self.now)
+        listed = ListedModels(models, models, self.kept)
+        most = Amount(max_loaded, self.max_bytes)
+        return Loader(ADDRESS, listed, most, MIN_LOADED_S, self, lambda: self.now)
 
     async def look(self) -> Told:
         return Told(list(self.found.values()), frozenset(self.leaving), self.is_over)
 
+    async def place(self, entry: ServedModel) -> ServedModel:
+        if entry.engine.num_threads is not None and entry.engine.num_threads > MOST_THREADS:
+            raise ValueError("no node has so many cores")
+        return entry
+
+    async def num_bytes(self, model: ServedModel) -> int:
+        if model.model_name in self.unreadable:
+            raise ValueError("its files are gone")
+        return self.sizes.get(model.model_name, SIZE)
+
     async def deploy(self, model: ServedModel) -> None:
+        self.tried.append(model.model_name)
+        if self.refusal is not None:
+            raise ValueError(self.refusal)
         self.deployed.append(model.model_name)
         self.empty.discard(model.model_name)
         self.found[model.model_name] = found_as(model, "loading")
@@ -115,6 +170,10 @@ class World:
         """Models that take memory."""
         leaving = {application.removeprefix(f"{ADDRESS}.") for application in self.leaving}
         return (leaving | self.found.keys()) - self.empty
+
+    @property
+    def num_bytes_there(self) -> int:
+        return sum(self.sizes.get(name, SIZE) for name in self.there)
 
 
 def found_as(model: ServedModel, stage: Stage, reason: str = "", by_loader: bool = True) -> FoundModel:
@@ -185,11 +244,39 @@ async def test_a_busy_model_and_one_just_loaded_stay() -> None:
 
 
 @async_test
-async def test_a_model_that_loads_stays_until_its_request_was_answered() -> None:
-    """Neither does it leave while it loads, however long that takes, nor before its request is over."""
+async def test_a_load_that_never_ends_gives_its_place_to_others() -> None:
+    """Its client asks again and again, and no node has a GPU for it."""
     world = World(1)
     first, second = await world.ask("a", "one"), await world.ask("b", "two")
-    world.now = 1000.0
+    world.now = MOST_LOADING_S
+    await world.step()
+    assert world.deleted == ["a"]
+    await world.change_to("b")
+    await second
+    first.cancel()
+
+
+@async_test
+async def test_engines_that_start_again_are_not_unloaded_under_their_streams() -> None:
+    world = World(1)
+    await world.have("a")
+    world.busy = {"a"}
+    world.tell("a", "loading")
+    await world.loader.begin_unload("a")
+    await world.step()
+    assert not world.deleted
+    world.tell("a", "loaded")
+    world.busy = set()
+    await world.step()
+    assert world.deleted == ["a"]
+
+
+@async_test
+async def test_a_model_that_loads_stays_until_its_request_was_answered() -> None:
+    """Neither does it leave while it loads, nor before its request is over."""
+    world = World(1)
+    first, second = await world.ask("a", "one"), await world.ask("b", "two")
+    world.now = MOST_LOADING_S - 1
     await world.step()
     assert not world.deleted
     world.tell("a", "loaded")
@@ -283,7 +370,7 @@ async def test_a_failed_load_is_told_and_not_repeated() -> None:
     for each in asked:
         with pytest.raises(ServingError) as error:
             await each
-        assert error.value.refusal.kind == "unavailable"
+        assert error.value.refusal.kind == "model_failed"
         assert "its files are gone" in error.value.refusal.cause
     await refusal_of(await world.ask("a"))
     assert (world.deployed, world.deleted) == (["a"], [])
@@ -291,10 +378,9 @@ async def test_a_failed_load_is_told_and_not_repeated() -> None:
 
     world.now = RETRY_FAILED_S
     again = await world.ask("a")
-    world.leaving.clear()
+    assert world.deleted == ["a", "b"], "the limit holds for the second attempt too"
     await world.step()
-    assert world.deployed == ["a", "b"], "the limit holds for the second attempt too"
-    await world.step()
+    assert world.deployed == ["a", "b"]
     world.leaving.clear()
     await world.step()
     assert world.deployed == ["a", "b", "a"]
@@ -323,15 +409,61 @@ async def test_an_operator_tries_a_failed_model_again_at_once() -> None:
 
 @async_test
 async def test_what_serve_does_not_deploy_is_refused() -> None:
-    class Refusing(World):
-        async def deploy(self, model: ServedModel) -> None:
-            raise ValueError("num_threads is more than any node has")
-
-    world = Refusing(1)
+    world = World(1)
+    world.refusal = "num_threads is more than any node has"
     asked = await world.ask("a")
     with pytest.raises(ServingError) as error:
         await asked
-    assert (error.value.refusal.kind, "num_threads" in error.value.refusal.cause) == ("unavailable", True)
+    assert (error.value.refusal.kind, "num_threads" in error.value.refusal.cause) == ("model_failed", True)
+    assert await refusal_of(await world.ask("a")) == ("model_failed", None)
+    assert world.tried == ["a"], "requests repeat no deployment that was just refused"
+    world.now = RETRY_DEPLOY_S
+    world.refusal = None
+    (await world.ask("a")).cancel()
+    assert world.deployed == ["a"]
+
+
+@async_test
+async def test_a_kept_model_that_serve_refuses_is_tried_again_later_and_later(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(1)
+    world.loader = world.new_loader(1, kept("k"))
+    world.refusal = "no such node"
+    pauses, last = [], 0.0
+    for _ in range(300):
+        num_tried = len(world.tried)
+        await world.step()
+        if len(world.tried) > num_tried:
+            pauses.append(world.now - last)
+            last = world.now
+        world.now += RETRY_DEPLOY_S / 2
+    assert pauses[1:6] == [RETRY_DEPLOY_S * 2**count for count in range(5)]
+    assert max(pauses) == MAX_RETRY_DEPLOY_S
+    assert len(caplog.records) == 1
+    world.refusal = "no such option"
+    world.now = last + MAX_RETRY_DEPLOY_S
+    await world.step()
+    assert len(caplog.records) == 2, "a reason is told when it is new"
+    world.refusal = None
+    world.now += MAX_RETRY_DEPLOY_S
+    await world.step()
+    assert world.deployed == ["k"]
+
+
+@async_test
+async def test_new_options_that_serve_refuses_are_tried_again() -> None:
+    world = World(1)
+    world.loader = world.new_loader(1, kept("k"))
+    await world.step()
+    world.tell("k", "loaded")
+    world.loader = world.new_loader(1, kept("k", dtype="float32"))
+    world.refusal = "no such option"
+    await world.step()
+    await world.step()
+    assert world.tried == ["k", "k"]
+    world.refusal = None
+    world.now = RETRY_DEPLOY_S
+    await world.step()
+    assert world.deployed == ["k", "k"]
 
 
 @async_test
@@ -415,60 +547,13 @@ async def test_a_loader_that_is_replaced_decides_nothing() -> None:
     assert world.deployed == ["a"]
 
 
-@async_test
-async def test_a_changed_list_changes_what_is_loaded() -> None:
-    world = World(3)
-    for name in ("a", "b", "c"):
-        await world.have(name)
-    world.busy = {"c"}
-    world.loader = world.new_loader(3, on_demand("a"), on_demand("b", dtype="float32"))
-    await world.step()
-    assert world.deployed[3:] == ["b"]
-    assert not world.deleted
-    world.tell("b", "loaded")
-    world.busy = set()
-    await world.step()
-    assert (world.deployed[3:], world.deleted) == (["b"], ["c"])
-
-
-@async_test
-async def test_models_that_are_not_on_demand_are_deployed_at_once_and_stay() -> None:
-    world = World(1)
-    world.loader = world.new_loader(1, kept("k"), on_demand("a"), on_demand("b"))
-    await world.step()
-    assert world.deployed == ["k"]
-    world.tell("k", "loaded")
-    await world.have("a")
-    world.now = 100.0
-    (await world.ask("b")).cancel()
-    assert (world.deployed, world.deleted) == (["k", "a"], ["a"])
-    world.loader = world.new_loader(1, kept("k", dtype="float32"), kept("l"))
-    await world.step()
-    assert world.deployed[2:] == ["k", "l"]
-    world.loader = world.new_loader(1, kept("l"))
-    world.tell("k", "loaded")
-    await world.step()
-    assert (world.deployed[4:], world.deleted) == ([], ["a", "k"])
-
-
-@async_test
-async def test_other_models_of_the_address_are_left_alone() -> None:
-    """What an operator deploys by itself neither counts nor leaves."""
-    world = World(1)
-    world.found["other"] = found_as(kept("other"), "loaded", by_loader=False)
-    world.now = 100.0
-    await world.have("a")
-    world.now = 200.0
-    (await world.ask("b")).cancel()
-    assert world.deleted == ["a"]
-
-
 @pytest.mark.parametrize("seed", range(20))
 @async_test
 async def test_any_order_keeps_the_limit_and_answers_everybody(seed: int) -> None:
     """Requests in random order, loads that succeed and fail, requests that end and clients that leave."""
     draw = random.Random(seed)
-    world, limit = World(3), 3
+    world, limit, max_bytes = World(3, 5 * SIZE), 3, 5 * SIZE
+    world.sizes = {"a": 4 * SIZE, "b": 3 * SIZE, "c": 2 * SIZE}
     broken = {"h"}
     asked: dict[asyncio.Task[None], str] = {}
     for number in range(400):
@@ -488,6 +573,7 @@ async def test_any_order_keeps_the_limit_and_answers_everybody(seed: int) -> Non
         world.now += draw.choice((0.1, 1.0, 20.0))
         await world.step()
         assert len(world.there) <= limit
+        assert world.num_bytes_there <= max_bytes
         for task in [task for task in asked if task.done()]:
             name = asked.pop(task)
             assert task.cancelled() or task.exception() is None or name in broken

@@ -9,19 +9,22 @@ import contextlib
 import gc
 import pathlib
 import random
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
 import pytest
+from safetensors.numpy import load_file
 
 from manta.cluster.batch.line_endpoints import endpoints_of_models
 from manta.cluster.batch.lines import BatchRequest
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel, load_config
+from manta.cluster.engine_bytes import engine_bytes
 from manta.cluster.errors import ServingError
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.all_engines import AllEngines
@@ -33,13 +36,18 @@ from manta.cluster.serve import app
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.found import FoundModel, application_name, leaving_among, models_among
 from manta.cluster.serve.fleet.holds import Holds
+from manta.cluster.serve.fleet.listed_models import ListedModels
+from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.fleet.loader import RETRY_FAILED_S, Loader, Told
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.http.test_routes import Repeating, RepeatingEngines
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, until
 from tests.serve.test_fleet import ADDRESS, details
+from tests.serve.test_loading_models import KeptChanges
 
 KEYS = ("operator:a-secret-of-the-test-1", "client:a-secret-of-the-test-2")
 OPERATOR, CLIENT = ({"authorization": f"Bearer {key.partition(':')[2]}"} for key in KEYS)
@@ -47,8 +55,8 @@ TURNS = 20
 """Turns of the event loop that a load and an end take."""
 
 
-def on_demand(name: str, *aliases: str) -> ServedModel:
-    engine = EngineConfig(model=str(checkpoint("llama")), dtype="float32")
+def on_demand(name: str, *aliases: str, **options: int) -> ServedModel:
+    engine = EngineConfig(model=str(checkpoint("llama")), dtype="float32", **options)
     return ServedModel(name=name, aliases=aliases, on_demand=True, engine=engine)
 
 
@@ -64,12 +72,20 @@ class World:
         self.tokenizers: list[weakref.ref[Any]] = []
         """Those that ingresses have made for their clients of engines."""
         self.ingresses: list[Ingress] = []
+        self.without_handle = ""
+        """Application whose deployment has no handle."""
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.has_loader = True
-        self.loader = Loader(ADDRESS, models, max_loaded, 0.0, self, step_s=0.005)
+        self.kept = KeptChanges()
+        listed, most = ListedModels(models, models, self.kept), Amount(max_loaded, None)
+        self.loader = Loader(ADDRESS, listed, most, 0.0, self, step_s=0.005)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = asyncio.ensure_future(self.loader.run())
+
+    async def tell_ingresses(self) -> None:
+        for each in self.ingresses:
+            await each.fleet.look()
 
     def ingress(self, **options: Any) -> Ingress:
         self.ingresses.append(Ingress(self, **options))
@@ -93,7 +109,22 @@ class World:
     async def begin_unload(self, name: str) -> None:
         await self.loader.begin_unload(name)
 
+    async def add(self, entry: ServedModel) -> None:
+        await self.loader.add(entry)
+
+    async def update(self, name: str, fields: dict[str, Any]) -> None:
+        await self.loader.update(name, fields)
+
+    async def remove(self, name: str) -> None:
+        await self.loader.remove(name)
+
     # ---- Serve, as the loader sees it --------------------------------------------------------------------------------
+
+    async def place(self, entry: ServedModel) -> ServedModel:
+        return entry
+
+    async def num_bytes(self, model: ServedModel) -> int:
+        raise AssertionError("nothing is bounded by it")
 
     async def look(self) -> Told:
         return Told(models_among(self.applications, ADDRESS), leaving_among(self.applications, ADDRESS))
@@ -138,6 +169,8 @@ class World:
         return found
 
     async def let_go(self, found: FoundModel, num_waiting: Mapping[str, int]) -> bool:
+        if not found.model.on_demand:
+            await self.tell_ingresses()
         answers = [ingress.holds.let_go(found.model.model_name, num_waiting) for ingress in self.ingresses]
         return all(answers)
 
@@ -149,12 +182,17 @@ class Engines(RepeatingEngines):
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.runs: dict[str, object] = {}
+        self.max_held: int | None = None
+        """Bound that came with other options; None before that."""
         self.answering = []
         self._handle = handle
         handle.tokenizers.append(weakref.ref(tokenizer))
 
     async def submit(self, request: Any, meter: Any = None) -> Repeating:
         return Answer(self._handle, request.prompts)
+
+    def hold_at_most(self, max_held: int) -> None:
+        self.max_held = max_held
 
     async def close(self) -> None:
         pass
@@ -178,13 +216,23 @@ class Ingress:
 
     def __init__(self, world: World, **options: Any) -> None:
         config = ServeConfig(**options)
-        table = Models()
+        self.table = table = Models()
         self.app: Any = HttpApp(config, None, AllEngines(table), Metrics(""), models=table)
         self.fleet = fleet_of(world, config, self.app)
-        table.on_demand = self.holds = Holds(self.fleet, Handle(world), f"ingress {len(world.ingresses)}")
+        own_id = f"ingress {len(world.ingresses)}"
+        table.on_demand = self.holds = Holds(self.fleet, Handle(world), own_id, tell_others=world.tell_ingresses)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://localhost", timeout=PATIENCE_S
         )
+
+    def stage_of(self, model: str) -> str:
+        condition = self.table.named(model).condition
+        assert condition is not None
+        return condition.stage
+
+    def max_held(self, model: str) -> int | None:
+        """Returns the requests that may wait here for an engine of a model to start."""
+        return cast("Engines", self.table.named(model).engines).max_held
 
     async def ask(self, method: str, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return await self.client.request(method, path, json=body or None, headers=headers)
@@ -202,6 +250,9 @@ class Ingress:
 
 def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
     def handle_of(_: str, application: str) -> Any:
+        if application == world.without_handle:
+            raise ValueError("there is no such application")
+
         def is_running() -> bool:
             return world.applications.get(application, {}).get("status") == "RUNNING"
 
@@ -222,6 +273,7 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         on_demand=world.models,
         client=Engines,  # type: ignore[arg-type]
         find=lambda address, served: models_among(world.applications, address, served),
+        changes=world.kept.read,
         handle_of=handle_of,
     )
 
@@ -358,6 +410,27 @@ async def test_a_line_of_a_batch_loads_its_model() -> None:
 
 
 @async_test
+async def test_lines_take_the_places_of_their_own_models() -> None:
+    """Half of what the engines of all models run, whatever the engine has that models leave options out from."""
+    shared = ServeConfig(engine=EngineConfig(max_num_sequences=4096))
+    async with world_of(on_demand("a", max_num_sequences=2), on_demand("b", max_num_sequences=6)) as world:
+        endpoints = endpoints_of_models(shared, bytes(32))
+        fleet = fleet_of(world, shared, endpoints)
+        endpoints.state.models.on_demand = Holds(fleet, Handle(world), "batches")
+        await fleet.look()
+        assert endpoints.num_places == 1 + 3
+        world.may_load.clear()
+        body = msgspec.Raw(b'{"model": "a", "prompt": "a"}')
+        line = BatchRequest(custom_id="1", method="POST", url="/v1/completions", body=body)
+        answers = [asyncio.ensure_future(endpoints.answer(line, "line")) for _ in range(3)]
+        world.may_load.set()
+        assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 3
+        await world.remove("b")
+        await fleet.look()
+        assert endpoints.num_places == 1
+
+
+@async_test
 async def test_what_an_ingress_holds_for_a_model_leaves_with_it() -> None:
     async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
         ingress = await ready(world)
@@ -378,6 +451,28 @@ async def test_an_adapter_for_a_model_loads_the_model() -> None:
         refused = await ingress.ask("POST", "/v1/load_lora_adapter", **body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path"), "there is no root"
         assert world.deployed == ["a"]
+
+
+@async_test
+async def test_models_that_come_together_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one's files waits for no other's, and one whose handle cannot be had keeps none out."""
+    together = threading.Barrier(2)
+
+    def read(config: ServeConfig) -> Tokenizer:
+        if config.model_name != "gone":
+            together.wait(PATIENCE_S)
+        return Tokenizer(checkpoint("llama"))
+
+    monkeypatch.setattr("manta.cluster.serve.fleet.fleet.tokenizer_of", read)
+    async with world_of() as world:
+        ingress = world.ingress()
+        for name in ("a", "gone", "b"):
+            world.applications[f"manta.{name}"] = details(on_demand(name))
+        world.without_handle = "manta.gone"
+        await ingress.fleet.look()
+        assert [state.model_name for state in ingress.table] == ["a", "b"]
+        world.without_handle = ""
+        assert await ingress.states() == {"a": "loaded", "b": "loaded", "gone": "loaded"}
 
 
 # ---- what loads none ------------------------------------------------------------------------------------------------
@@ -413,55 +508,6 @@ async def test_ollamas_clients_load_models_and_unload_none() -> None:
         await ingress.ask("POST", "/api/generate", model="a", keep_alive=0)
         assert [each["name"] for each in (await ingress.ask("GET", "/api/ps")).json()["models"]] == ["a"]
         assert (await ingress.states(), world.deployed) == ({"a": "loaded", "b": "unloaded"}, ["a"])
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-@async_test
-async def test_operators_load_and_unload() -> None:
-    async with world_of(on_demand("a", "alias"), on_demand("b"), broken=("b",)) as world:
-        ingress = await ready(world, api_keys=KEYS, operator_keys=("operator",), host="0.0.0.0")
-
-        async def states() -> dict[str, str]:
-            await ingress.fleet.look()
-            cards = (await ingress.ask("GET", "/v1/models", CLIENT)).json()["data"]
-            return {card["id"]: card["state"] for card in cards}
-
-        async def until_state(name: str, state: str) -> None:
-            while (await states())[name] != state:
-                await asyncio.sleep(0)
-
-        for path in ("/models/load", "/models/unload"):
-            refused = await ingress.ask("POST", path, CLIENT, model="a")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operators_only")
-            assert (await ingress.ask("POST", path, OPERATOR, model="c")).status_code == 404
-            assert (await ingress.ask("POST", path, OPERATOR, name="a")).status_code == 400
-        assert (await ingress.ask("POST", "/models/load", OPERATOR, model="alias")).json() == {"success": True}
-        await until_state("a", "loaded")
-        assert (await ingress.ask("POST", "/models/unload", OPERATOR, model="a")).json() == {"success": True}
-        await until_state("a", "unloaded")
-        await ingress.ask("POST", "/models/load", OPERATOR, model="b")
-        await until_state("b", "failed")
-        await ingress.ask("POST", "/models/unload", OPERATOR, model="b")
-        await until_state("b", "unloaded")
-        assert world.deployed == ["a", "b"]
-
-
-@async_test
-async def test_a_model_of_the_start_stays() -> None:
-    config = ServeConfig()
-    table = Models()
-    application: Any = HttpApp(config, None, AllEngines(table), Metrics(""), models=table)
-    async with world_of() as world:
-        fleet = fleet_of(world, config, application)
-        fixed = ServedModel(name="fixed", engine=EngineConfig(model=str(checkpoint("llama"))))
-        world.applications["manta.fixed"] = details(fixed)
-        await fleet.look()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://localhost") as client:
-            assert (await client.post("/models/load", json={"model": "fixed"})).json() == {"success": True}
-            refused = await client.post("/models/unload", json={"model": "fixed"})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------
@@ -501,12 +547,26 @@ def test_a_folder_is_a_list_of_models(folder: pathlib.Path) -> None:
         ({"models_dir": "{folder}", "models": [{"name": "llama"}]}, "'llama' is a name of llama and of llama"),
         ({"models": [{"name": "a", "on_demand": True}], "max_loaded_models": 0}, "max_loaded_models"),
         ({"models": [{"name": "a", "on_demand": True}], "min_loaded_s": -1}, "min_loaded_s"),
+        ({"models": [{"name": "a", "on_demand": True}], "max_loaded_bytes": "1GB"}, "kv_cache_bytes"),
+        ({"models_dir": "{folder}", "max_loaded_bytes": "1GB"}, "kv_cache_bytes"),
     ],
 )
 def test_a_folder_that_cannot_be_served_is_refused(options: dict[str, Any], words: str, folder: pathlib.Path) -> None:
     given = {name: value.format(folder=folder) if isinstance(value, str) else value for name, value in options.items()}
     with pytest.raises(ValueError, match=words):
         with_models_dir(load_config(None, given))
+
+
+def test_an_engine_takes_its_weights_and_its_caches() -> None:
+    folder = checkpoint("llama")
+    weights = sum(tensor.size * 4 for tensor in load_file(folder / "model.safetensors").values())
+    engine = EngineConfig(model=str(folder), dtype="float32", kv_cache_bytes=1000)
+    assert engine_bytes(engine) == weights + 1000
+    assert engine_bytes(msgspec.structs.replace(engine, tensor_parallel_size=2)) == weights + 2000
+    drafts = SpeculativeConfig(proposers=("draft",), draft_model=str(folder))
+    assert engine_bytes(msgspec.structs.replace(engine, speculative=drafts)) == 2 * weights + 1000
+    with pytest.raises(ValueError, match="kv_cache_bytes"):
+        engine_bytes(msgspec.structs.replace(engine, kv_cache_bytes=None))
 
 
 def test_the_default_model_may_be_on_demand() -> None:

@@ -82,7 +82,7 @@ def url(tmp_path: pathlib.Path) -> Iterator[str]:
         port=port,
     )
     try:
-        assert app.start(config) == []
+        assert app.start(config) == {}
         yield f"http://127.0.0.1:{port}"
     finally:
         app.stop()

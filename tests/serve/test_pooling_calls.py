@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 
 import pytest
 
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
 from manta.cluster.errors import Unavailable
+from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.engine.pooling_replica import PoolingReplica
+from manta.cluster.serve.requests import engine_client
 from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, pool
+from manta.cluster.serve.requests.takeover import TakeoverTimes
 from manta.cluster.serve.routing.replicas import Replicas
+from tests.house.test_layering import modules
 
 REQUEST = PoolingRequest(request_id="a", texts=[PooledInput([1, 2], 2)], deadline_s=60.0)
 
@@ -38,9 +44,9 @@ def asked(num_lost: int, num_engines: int = 6) -> tuple[Losing, Replicas]:
     return Losing(known, num_lost), known
 
 
-def test_a_lost_request_goes_to_another_engine() -> None:
+def test_a_lost_request_goes_to_another_engine_at_once() -> None:
     caller, known = asked(num_lost=2)
-    assert asyncio.run(pool(caller, known, REQUEST)).dimension == 1
+    assert asyncio.run(pool(caller, known, REQUEST, TakeoverTimes(retry_s=3600.0))).dimension == 1
     assert len(set(caller.asked)) == 3
     assert not known.routed
 
@@ -50,6 +56,22 @@ def test_a_request_that_ends_engine_after_engine_is_given_up() -> None:
     with pytest.raises(Unavailable):
         asyncio.run(pool(caller, known, REQUEST))
     assert len(caller.asked) == MAX_ATTEMPTS
+
+
+def test_what_every_engine_is_asked_each_kind_answers() -> None:
+    """Whether a model generates or pools is known to its engines alone."""
+    methods = {
+        argument.value
+        for node in ast.walk(modules("manta.cluster.serve.requests")[engine_client.__name__])
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("broadcast", "_ask_all")
+        for argument in node.args[:1]
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    }
+    assert {"connect", "stats", "drop_kept"} <= methods
+    of_adapters = {"read_adapter"}  # which a model that pools has none of
+    for method in methods - of_adapters:
+        for kind in (EngineReplica, PoolingReplica):
+            assert callable(getattr(kind, method, None)), f"{kind.__name__} does not answer {method}"
 
 
 def test_requests_are_spread_over_the_engines() -> None:

@@ -26,6 +26,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.serve.fault_streams import APP, CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
 from tests.serve.fault_table import (
     ANOTHER_S,
+    LONGEST_S,
     Row,
     deaths,
     deploy,
@@ -182,7 +183,7 @@ def test_every_stream_ends_as_without_the_fault(
 def test_64_clients_get_every_byte_once(
     application: Application, undisturbed: list[Stream], record_property: Callable[[str, object], None]
 ) -> None:
-    hold_histories(application, EVERYTHING, undisturbed, deaths(application), record_property)
+    hold_histories(application, EVERYTHING, undisturbed, deaths(application), record_property, LONGEST_S)
 
 
 TOKENS = "manta:generation_tokens_total"

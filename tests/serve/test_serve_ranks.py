@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from manta.cluster.llm import LLM, SamplingParams
+from tests.adapters import adapters_of
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
@@ -62,6 +65,46 @@ def test_a_model_on_two_ranks_survives_their_death() -> None:
         wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
         wait_until(answers)
         assert len(running_below(server.process.pid, "RankActor")) == 2
+    finally:
+        server.stop()
+
+
+def test_adapters_are_loaded_on_all_ranks_and_outlive_them(tmp_path: pathlib.Path) -> None:
+    """A rank dies while requests with the old and the new values run, and another one between requests."""
+    made = adapters_of(checkpoint("llama"))
+    expected = {}
+    for seed, name in enumerate(("earlier", "later")):
+        made.add(name, 80 + seed)
+        expected[name] = made.greedy(PROMPT, name, NUM_TOKENS)
+    server = Server("engine.tensor_parallel_size=2", "engine.dtype=float32", f"engine.adapter_roots=['{tmp_path}']")
+
+    def put(name: str) -> None:
+        shutil.copytree(made.folders[name], tmp_path / "live", dirs_exist_ok=True)
+        body = {"lora_name": "live", "lora_path": "live", "load_inplace": True}
+        status, _, answer = server.post("/v1/load_lora_adapter", body)
+        assert (status, list(answer["loaded_adapters"])) == (200, ["live"])
+
+    def tokens() -> list[int]:
+        body = {"model": "live", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        status, _, answer = server.post("/v1/completions", body | {"return_token_ids": True})
+        assert status == 200, answer
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
+    try:
+        put("earlier")
+        assert tokens() == expected["earlier"]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            before = [pool.submit(tokens) for _ in range(8)]
+            put("later")
+            after = [pool.submit(tokens) for _ in range(8)]
+            running_below(server.process.pid, "RankActor")[1].send_signal(signal.SIGKILL)
+            assert all(each.result(PATIENCE_S) in expected.values() for each in before)
+            assert [each.result(PATIENCE_S) for each in after] == [expected["later"]] * 8
+        shutil.rmtree(tmp_path / "live")
+        running_below(server.process.pid, "RankActor")[0].send_signal(signal.SIGKILL)
+        assert tokens() == expected["later"], "from the copy, which the new ranks read"
+        assert server.metrics()["manta:rank_rebuilds_total"] == 2
     finally:
         server.stop()
 

@@ -143,3 +143,14 @@ async def test_work_ends_when_its_holding_is_lost() -> None:
     with pytest.raises(TimeoutError):
         async with held(shares, "many"), asyncio.timeout(0):
             await asyncio.Event().wait()
+
+
+def test_a_pool_may_change_its_bound() -> None:
+    """Clients keep what they hold. A smaller bound lets nobody have more, and a larger one lets whoever asks."""
+    shares = ClientShares(8)
+    assert shares.take("a", 6)
+    shares.resize(4)
+    assert (shares.held("a"), shares.take("a", 1), shares.take("b", 1)) == (6, False, False)
+    shares.resize(16)
+    assert shares.take("b", 4)
+    assert shares.take("a", 2)

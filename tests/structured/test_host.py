@@ -60,6 +60,17 @@ def test_the_tightest_group_above_the_process_counts(groups: pathlib.Path) -> No
     assert host.free_memory() == 5 * GIB
 
 
+def test_memory_beyond_which_a_group_is_slowed_down_counts(groups: pathlib.Path) -> None:
+    """Kubernetes' memory QoS and `systemd-run -p MemoryHigh` set it, beside a larger limit or alone."""
+    belongs_to(groups, "0::/user/manta\n")
+    write(groups / "user" / "manta", memory__high=3 * GIB, memory__max=4 * GIB, memory__current=GIB)
+    assert host.free_memory() == 2 * GIB
+    write(groups / "user" / "manta", memory__max="max")
+    assert host.free_memory() == 2 * GIB
+    write(groups / "user" / "manta", memory__high="max")
+    assert host.free_memory() == 100 * GIB
+
+
 def test_a_limit_of_address_space_counts(groups: pathlib.Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     assert host.free_memory() == 100 * GIB

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import logging
 import secrets
 import tracemalloc
 from collections.abc import Iterator
@@ -27,6 +24,7 @@ from tests.engine.test_engine import make_engine
 from tests.local_server import LocalServer, local_server, post, until
 from tests.patience import PATIENCE_S
 from tests.server import Server
+from tests.telemetry.captured_log import events, request_log
 from tests.telemetry.otlp_receiver import Receiver, attributes
 
 SWITCHES = (exporting.SDK_DISABLED, exporting.EXPORTER, *exporting.ENDPOINTS, *exporting.PROTOCOLS)
@@ -213,20 +211,6 @@ class Raises:
             raise RuntimeError("it was asked to")
 
 
-@contextlib.contextmanager
-def request_log() -> Iterator[list[dict[str, Any]]]:
-    """What is written to it meanwhile."""
-    lines: list[dict[str, Any]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(json.loads(record.getMessage()))  # type: ignore[method-assign]
-    logger = logging.getLogger("manta.requests")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
 @async_test
 async def test_the_engine_logs_preemptions_and_failures() -> None:
     processors = {"raises": f"{__name__}:Raises"}
@@ -264,7 +248,7 @@ async def test_logs_carry_the_clients_request_id() -> None:
             answering = asyncio.ensure_future(server.post(moved.headers, max_tokens=200))
             runs = server.ingress._client.runs
             await until(lambda: any(run.connection is not None for run in runs.values()))
-            next(iter(runs.values())).go_on()
+            next(iter(runs.values())).go_on("silent")
             status, _ = await answering
             assert status == 200
             by_ingress, by_engine = events(lines, "continued")
@@ -275,10 +259,6 @@ async def test_logs_carry_the_clients_request_id() -> None:
             await until(lambda: sum("event" not in line for line in lines) == 2)
             ended = {line["request_id"]: line["status"] for line in lines if "event" not in line}
             assert ended == {leaving.request_id: 499, moved.request_id: 200}
-
-
-def events(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line.get("event") == event]
 
 
 def block_bytes() -> int:

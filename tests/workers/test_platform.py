@@ -25,6 +25,7 @@ from manta.workers.kernels.protocol import Forward, KVCaches, RecurrentKernels, 
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight
 from manta.workers.models.model_config import ExpertsConfig, HeadShape, ModelConfig, ModelError
+from manta.workers.pooling.pooling_worker import pooling_dtype
 from manta.workers.sampling.sampling_state import SequenceState
 from manta.workers.torch_worker import torch_worker
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
@@ -261,3 +262,10 @@ def test_a_draft_is_placed_before_kv_planning(monkeypatch: pytest.MonkeyPatch) -
     assert [count for count in rows[:18] if count > 1] == [5 * (1 + 8), 5]
     assert len(kinds) == 8
     assert platform.num_weights_at_plan == platform.num_weights > 0
+
+
+def test_a_model_that_pools_computes_in_what_the_device_has() -> None:
+    """`auto` asks for no dtype that a device lacks, such as bfloat16 on older GPUs."""
+    platform = OtherPlatform(compiles=False)
+    assert pooling_dtype("auto", "bfloat16", platform) == "float32"
+    assert pooling_dtype("auto", "float16", platform) == "float32"

@@ -29,6 +29,7 @@ from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.draft_heads import folder_with_head
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.pairs import in_turns
 from tests.specdecode.test_speculative import SAMPLED
@@ -153,6 +154,11 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
 )
 def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_shard_size: str) -> None:
     assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.prove)])
+def test_rank_0_drafts_with_the_head_of_the_checkpoint(two: RankProcesses, kind: str) -> None:
+    assert_same(two, ALL_GREEDY, str(folder_with_head(kind)), **drafting("mtp"))
 
 
 def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
@@ -304,9 +310,9 @@ def bits(folder: str, **options: Any) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "auto"]))
+@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "int4", "auto"]))
 def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str, cache: str) -> None:
-    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of an int8 cache."""
+    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of a rounded cache."""
     folder = str(checkpoint("llama", **EXACT_SIZES))
     expected = bits(folder, weights=weights, kv_cache_dtype=cache)
     for ranks in (two, four):

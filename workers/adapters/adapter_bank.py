@@ -18,20 +18,25 @@ from manta.workers.checkpoints.formats.head_orders import in_halves
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.adapted_linear import (
     MOST_ADAPTERS,
-    AdapterPlaces,
+    AdaptedLinear,
     LinearAdapting,
     LowRank,
     LowRankPart,
+    adapt,
 )
 from manta.workers.kernels.weights import Linear
 from manta.workers.model_info import AdapterInfo
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.specs import LinearSpec, Split, WeightPart
+from manta.workers.ranks.rank_worker import ReadAdapter
+
+_EXPERTS = "experts"
+"""The name of a layer's experts in all checkpoints."""
 
 
 class _Place(NamedTuple):
     spec: LinearSpec
-    places: AdapterPlaces
+    linear: AdaptedLinear
 
 
 class _Held(NamedTuple):
@@ -45,8 +50,10 @@ class FittedAdapter(NamedTuple):
 
     digest: str
     rank: int
+    num_modules: int
+    """Number of the model's modules that it changes."""
     base_model: str
-    low_ranks: list[tuple[AdapterPlaces, LowRank]]
+    low_ranks: list[tuple[AdaptedLinear, LowRank]]
 
     @property
     def num_bytes(self) -> int:
@@ -78,9 +85,9 @@ class AdapterBank:
 
     def around(self, linear: Linear, spec: LinearSpec) -> Linear:
         """Returns a linear with adapters that computes what `linear` does, whose description is `spec`."""
-        adapted, places = self._adapting.adapt(linear)
-        self._places.append(_Place(spec, places))
-        return adapted
+        around, adapted = adapt(linear, self._adapting)
+        self._places.append(_Place(spec, adapted))
+        return around
 
     def note_modules(self, names: Iterable[str]) -> None:
         """Notes the names of all modules of the model, for messages."""
@@ -96,10 +103,7 @@ class AdapterBank:
         """Reads the adapter in a folder and holds it. Raises `ModelError` if it is damaged, does not fit the model, or
         would take more memory than is left.
         """
-        try:
-            fitted = self.read(path)
-        except ModelError as error:
-            raise ModelError(f"adapter {name!r}: {error}") from error
+        fitted = self.read_named(name, path)
         if not self.hold(fitted):
             raise ModelError(
                 f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self._max_bytes - self._num_bytes} of "
@@ -108,31 +112,46 @@ class AdapterBank:
             )
         return AdapterInfo(path, fitted.digest, fitted.rank, fitted.num_bytes, fitted.base_model)
 
+    def read_named(self, name: str, path: str) -> FittedAdapter:
+        """Reads the adapter in a folder as `read` does. The `ModelError` names it."""
+        try:
+            return self.read(path)
+        except ModelError as error:
+            raise ModelError(f"adapter {name!r}: {error}") from error
+
     def read(self, path: str) -> FittedAdapter:
         """Reads the adapter in a folder, in the form for this rank's linears. Raises `ModelError` as `load` does."""
         adapter = read_adapter(path, self._max_bytes)
         known = {part.name for place in self._places for part in place.spec.parts}
         for module in adapter.modules:
             if module not in known:
-                raise ModelError(_why_unknown(adapter, module, module in self._other_modules))
+                raise ModelError(_why_unknown(adapter, module, self._has(module)))
         low_ranks = [
-            (place.places, self._low_rank(adapter, place.spec))
+            (place.linear, self._low_rank(adapter, place.spec))
             for place in self._places
             if any(part.name in adapter.modules for part in place.spec.parts)
         ]
-        return FittedAdapter(adapter.digest, adapter.rank, adapter.base_model, low_ranks)
+        return FittedAdapter(adapter.digest, adapter.rank, len(adapter.modules), adapter.base_model, low_ranks)
 
-    def hold(self, fitted: FittedAdapter) -> bool:
-        """Holds an adapter. Returns False if there is no room for it beside the others."""
-        if fitted.digest in self._held:
+    def _has(self, module: str) -> bool:
+        """Returns whether the model has a module. Checkpoints store experts one by one or together, so an adapter may
+        call them otherwise than this one does.
+        """
+        experts = any(_EXPERTS in each.split(".") for each in self._other_modules)
+        return module in self._other_modules or (experts and _EXPERTS in module.split("."))
+
+    def hold(self, adapter: ReadAdapter) -> bool:
+        """Holds an adapter that `read` has returned. Returns False if there is no room for it beside the others."""
+        assert isinstance(adapter, FittedAdapter), "it was read here"
+        if adapter.digest in self._held:
             return True
-        if not self._free_numbers or self._num_bytes + fitted.num_bytes > self._max_bytes:
+        if not self._free_numbers or self._num_bytes + adapter.num_bytes > self._max_bytes:
             return False
         number = heapq.heappop(self._free_numbers)
-        for places, low_rank in fitted.low_ranks:
-            places.hold(number, low_rank)
-        self._held[fitted.digest] = _Held(number, fitted.num_bytes)
-        self._num_bytes += fitted.num_bytes
+        for linear, low_rank in adapter.low_ranks:
+            linear.hold(number, low_rank)
+        self._held[adapter.digest] = _Held(number, adapter.num_bytes)
+        self._num_bytes += adapter.num_bytes
         return True
 
     def drop(self, digest: str) -> None:
@@ -141,7 +160,7 @@ class AdapterBank:
         if held is None:
             return
         for place in self._places:
-            place.places.drop(held.number)
+            place.linear.drop(held.number)
         heapq.heappush(self._free_numbers, held.number)
         self._num_bytes -= held.num_bytes
 
@@ -194,7 +213,7 @@ def _why_unknown(adapter: Adapter, module: str, is_there: bool) -> str:
     if is_there:
         return (
             f"{adapter.folder} changes {module}, which takes no adapters here; linears of attention, of other mixers "
-            "and of MLPs do: embeddings, heads, routers and experts have to be merged into the model"
+            "and of MLPs do: embeddings, heads, routers and routed experts have to be merged into the model"
         )
     base = f", and names the base model {adapter.base_model}" if adapter.base_model else ""
     return f"{adapter.folder} changes {module}, which this model does not have{base}; take the adapter's own base model"

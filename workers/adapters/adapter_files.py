@@ -9,7 +9,6 @@ replaced at any time.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
 
 import torch
 
@@ -49,12 +48,6 @@ def read_adapter(path: str, max_bytes: int) -> Adapter:
         for name, each in entries.items()
     }
     return _assembled(folder, config, tensors)
-
-
-def describe_adapters(folders: Mapping[str, str], max_bytes: int) -> tuple[str, ...]:
-    """Reads adapters by name, and returns what each is in words. Raises `ModelError` as `read_adapter` does."""
-    read = {name: read_adapter(path, max_bytes) for name, path in folders.items()}
-    return tuple(f"{name}: rank {each.rank}, {len(each.modules)} linears" for name, each in read.items())
 
 
 def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, TensorEntry], bytearray]:

@@ -100,14 +100,31 @@ class Decoder:
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds what each layer keeps.
         """
-        tables = self._rotary_tables(metadata.max_context_len, token_ids.device)
-        embedded = self.weights.embedding(token_ids)
-        if self._embedding_scale != 1:
-            embedded = embedded.mul_(self._embedding_scale)
-        run, caches = self.compiled or self._run, self._own_caches(kv_caches)
+        embedded = self.embed(token_ids)
         if self.weights.layer_inputs is None:
-            return run(embedded, tables, metadata, caches)
+            return self.forward_embedded(embedded, metadata, kv_caches)
         inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+        return self.forward_embedded(embedded, metadata, kv_caches, inputs)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
+        embedded = self.weights.embedding(token_ids)
+        return embedded if self._embedding_scale == 1 else embedded.mul_(self._embedding_scale)
+
+    def forward_embedded(
+        self,
+        embedded: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those that each
+        layer has of its own.
+        """
+        tables = self._rotary_tables(metadata.max_context_len, embedded.device)
+        run, caches = self.compiled or self._run, self._own_caches(kv_caches)
+        if inputs is None:
+            return run(embedded, tables, metadata, caches)
         return run(embedded, tables, metadata, caches, inputs)
 
     def _own_caches(self, kv_caches: KVCaches) -> KVCaches:

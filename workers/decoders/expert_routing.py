@@ -25,7 +25,7 @@ def run_experts(
         shares = shares * experts.share_scales[chosen]
     total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
-        result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()
+        result = experts.shared.down.forward(experts.shared.gated.forward(x, step), step).float()
         if experts.shared_gate is not None:
             result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float()))
         total += result

@@ -7,12 +7,14 @@ sequence's adapter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear
+from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
 from manta.workers.kernels.weights import Linear
 
 MOST_ADAPTERS = 1024
@@ -43,8 +45,8 @@ class LowRank(NamedTuple):
         return self.a.nbytes + sum(part.b.nbytes for part in self.parts)
 
 
-class AdapterPlaces(Protocol):
-    """The values of adapters for one linear, by the adapters' numbers. It may change between steps for numbers that no
+class AdaptedLinear(Linear, Protocol):
+    """A linear with the values of adapters, by the adapters' numbers. They may change between steps for numbers that no
     running sequence has.
     """
 
@@ -57,16 +59,23 @@ class AdapterPlaces(Protocol):
         ...
 
 
-class LinearAdapting(Protocol):
-    """Makes the linears with adapters of one model, on one device."""
+LinearAdapting = Callable[[Linear], AdaptedLinear]
+"""Function that makes the linears with adapters of one model on one device. It takes linears without a gate."""
 
-    def adapt(self, linear: Linear) -> tuple[Linear, AdapterPlaces]:
-        """Returns a linear that computes the same for rows without an adapter, and where it finds those of others."""
-        ...
+
+def adapt(linear: Linear, adapting: LinearAdapting) -> tuple[Linear, AdaptedLinear]:
+    """Returns a linear that computes the same for rows without an adapter, and the one in it that holds adapters."""
+    if isinstance(linear, TorchQuantizedLinear):
+        linear = linear.with_gate_apart()
+    if isinstance(linear, GatedLinear):
+        inner, adapted = adapt(linear.linear, adapting)
+        return linear.around(inner), adapted
+    adapted = adapting(linear)
+    return adapted, adapted
 
 
 class TorchAdaptedLinear:
-    """The linear with adapters by torch alone, for a linear without a gate of its own."""
+    """The linear with adapters by torch alone."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -83,7 +92,7 @@ class TorchAdaptedLinear:
         adapted = None if step is None else step.adapters
         if adapted is None:
             return y
-        for number, first, count in adapted.segments.tolist():
+        for number, first, count, scale in adapted.segments.tolist():
             low_rank = self._held.get(number)
             if low_rank is None:
                 continue
@@ -93,16 +102,5 @@ class TorchAdaptedLinear:
                 rank, num_outputs = part.b.shape
                 outputs = slice(part.first_output, part.first_output + num_outputs)
                 added = products[:, part.first_rank : part.first_rank + rank] @ part.b.float()
-                y[rows, outputs] = (y[rows, outputs].float() + added * part.scale).to(y.dtype)
+                y[rows, outputs] = (y[rows, outputs].float() + added * (part.scale * scale)).to(y.dtype)
         return y
-
-
-class TorchLinearAdapting:
-    """Makes linears with adapters by torch."""
-
-    def adapt(self, linear: Linear) -> tuple[Linear, AdapterPlaces]:
-        if isinstance(linear, GatedLinear):
-            inner, places = self.adapt(linear.linear)
-            return linear.around(inner), places
-        adapted = TorchAdaptedLinear(linear)
-        return adapted, adapted

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 
+from manta.structured import host
 from manta.workers.cache_folder import UntrustedCache, cache_entry, is_own, one_at_a_time
 from manta.workers.kernels import processor
 
@@ -167,7 +168,7 @@ def _compile(command: tuple[str, ...], library: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [f"{folder}/{source.stem}.o" for source in sources]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
+        with concurrent.futures.ThreadPoolExecutor(host.num_cores()) as pool:
             jobs = [pool.submit(run, "-c", str(source), "-o", to) for source, to in zip(sources, objects, strict=True)]
             for job in jobs:
                 job.result()

@@ -1,7 +1,7 @@
 """A decoder layer's kernels on the CPU: thin ctypes calls into `cpu.cpp`, or the torch reference without a compiler.
 
 Same functions and meanings as `workers/kernels/reference.py`; float32 and bfloat16, weights in the dtype of the
-activations, caches in it too or in int8. Nothing is compiled or loaded before the first call.
+activations, caches in it too or rounded. Nothing is compiled or loaded before the first call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, cpu_recurrence, expert_choice, layout, reference
+from manta.workers.kernels import build, cpu_recurrence, expert_choice, kv_cache, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES, GATE_KINDS
 from manta.workers.kernels.protocol import RecurrentKernels
@@ -20,7 +20,7 @@ from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from manta.workers.models.model_config import HeadShape
 
 NO_WINDOW = 2**31 - 1
-CACHE_DTYPES = {**DTYPES, torch.int8: 2}
+CACHE_DTYPES = {**DTYPES, kv_cache.ROUNDED["int8"]: 2, kv_cache.ROUNDED["int4"]: 3}
 """Numbers that the C++ has for a cache's dtype."""
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
@@ -131,7 +131,7 @@ def rope_and_cache(
     eps: float = 1e-6,
 ) -> None:
     library = _library()
-    is_refused = k_cache.dtype == torch.int8 and heads.head_dim % HEAD_DIM_MULTIPLE
+    is_refused = k_cache.dtype in kv_cache.ROUNDED.values() and heads.head_dim % HEAD_DIM_MULTIPLE
     if library is None or is_refused or not qkv.is_contiguous():
         reference.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, q_norm_weight, k_norm_weight, eps)
         return

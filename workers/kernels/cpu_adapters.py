@@ -14,7 +14,7 @@ import torch
 
 from manta.workers.kernels import build, layout
 from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, LowRank
-from manta.workers.kernels.adapter_rows import AdapterRows
+from manta.workers.kernels.adapter_rows import SEGMENT, AdapterRows
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES, GATES, NativeLinear, PackedLinear
 from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
@@ -26,7 +26,6 @@ _StepRows = layout.structure("_StepRows", "segments rows", "num_segments")
 _AdaptedLinear = layout.structure(
     "_AdaptedLinear", "run run_adding self adapters step", "dtype in_features out_features width"
 )
-_SEGMENT_BYTES = 12
 
 
 @functools.cache
@@ -34,7 +33,7 @@ def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
         sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in (_AdaptedLinear, _LowRank, _Part)}
-        sizes |= {"the size of Segment": _SEGMENT_BYTES, "the size of StepRows": ctypes.sizeof(_StepRows)}
+        sizes |= {"the size of Segment": SEGMENT.itemsize, "the size of StepRows": ctypes.sizeof(_StepRows)}
         layout.check("adapters.cpp", library.manta_adapters_layout, sizes)
         library.manta_run_adapted_linear.argtypes = [c_void_p, c_void_p, c_void_p, c_int]
         library.manta_run_adapted_linear.restype = None

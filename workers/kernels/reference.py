@@ -104,7 +104,7 @@ def rope_and_cache(
     values if `heads.keys_are_values`, where both caches are one. With no KV heads it has queries only, and nothing is
     cached. `cos_sin` is float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in
     the half-split order of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is
-    RMS-normalised before the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
+    RMS-normalised before the rotation (Qwen3). A rounded cache gets keys and values from the dtype of qkv.
     """
     by_head = qkv.view(qkv.shape[0], sum(heads.counts), heads.head_dim)
     query, key, value = by_head.split(heads.counts, dim=1)

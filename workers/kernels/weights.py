@@ -306,6 +306,18 @@ class DecoderWeights:
         return self.final_norm.dtype
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class DraftHeadWeights:
+    """A draft head, as `DraftHeadSpec` of `workers/models/draft_heads.py` describes it."""
+
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    join: Linear
+    """2 * hidden -> hidden."""
+    decoder: DecoderWeights
+    """The head's layer and its last norm, between the model's embedding and output head."""
+
+
 def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:
     """Rows for which the widest activations are made at a time, at least 1."""
     return max(1, MLP_BYTES // (config.intermediate_size * dtype.itemsize))

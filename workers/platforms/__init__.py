@@ -155,7 +155,7 @@ class Platform(Protocol):
     ) -> torch.Tensor:
         """Allocates a KV cache, uninitialised: [num_layers, config.num_cached, num_blocks, ...], with the shapes of
         `workers/kernels/kv_cache.py`. `num_layers` are those of a block, by default all layers of the model. The dtype
-        is the model's, or int8 where `check_kv_cache` allows it.
+        is the model's, or that of a rounded cache where `check_kv_cache` allows it.
         """
         ...
 

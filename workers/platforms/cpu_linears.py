@@ -11,7 +11,7 @@ import functools
 import torch
 
 from manta.workers.kernels import cpu, cpu_adapters, cpu_linear, cpu_quantized_linear, processor
-from manta.workers.kernels.adapted_linear import AdapterPlaces, TorchLinearAdapting
+from manta.workers.kernels.adapted_linear import AdaptedLinear, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_adapters import StepAdapters
 from manta.workers.kernels.cpu_linear import PackedLinear, Place, place_alone
@@ -100,18 +100,11 @@ class CpuLinearAdapting:
 
     def __init__(self) -> None:
         self._step_adapters = StepAdapters()
-        self._by_torch = TorchLinearAdapting()
 
-    def adapt(self, linear: Linear) -> tuple[Linear, AdapterPlaces]:
-        if isinstance(linear, TorchQuantizedLinear):
-            linear = linear.with_gate_apart()
-        if isinstance(linear, GatedLinear):
-            inner, places = self.adapt(linear.linear)
-            return linear.around(inner), places
+    def __call__(self, linear: Linear) -> AdaptedLinear:
         if isinstance(linear, PackedLinear | PackedQuantizedLinear):
-            adapted = cpu_adapters.adapt(linear, self._step_adapters)
-            return adapted, adapted
-        return self._by_torch.adapt(linear)
+            return cpu_adapters.adapt(linear, self._step_adapters)
+        return TorchAdaptedLinear(linear)
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:

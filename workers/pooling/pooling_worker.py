@@ -16,9 +16,9 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.dense import read_dtype
 from manta.workers.models.model_config import ModelError
 from manta.workers.phases import Phases
-from manta.workers.platforms import choose_platform
+from manta.workers.platforms import Platform, choose_platform
 from manta.workers.pooling.pooling_model import PooledText, PoolingModel
-from manta.workers.pooling_options import check_exact_pooling, check_pooling_options, pooling_dtype
+from manta.workers.pooling_options import check_exact_pooling, check_pooling_options
 
 
 class PoolingWorker:
@@ -33,9 +33,9 @@ class PoolingWorker:
             raise ModelError(f"{folder} generates text, and does not pool")
         platform = choose_platform(config.device, config.num_threads)
         check_exact_pooling(config, platform.name)
-        dtype = pooling_dtype(config.dtype, read_dtype(read_json_object(folder, "config.json")))
+        dtype = pooling_dtype(config.dtype, read_dtype(read_json_object(folder, "config.json")), platform)
         phases.end("config")
-        self._model = PoolingModel(folder, pooling, platform.resolve_dtype(dtype, dtype), platform, config.exact)
+        self._model = PoolingModel(folder, pooling, dtype, platform, config.exact)
         phases.end("weights")
         longest = self._model.max_tokens
         if config.max_model_len is not None and config.max_model_len > longest:
@@ -62,6 +62,16 @@ class PoolingWorker:
         again.
         """
         return self._model.run(texts, between).numpy()
+
+
+def pooling_dtype(requested: str, checkpoint: str, platform: Platform) -> str:
+    """Returns the dtype of a model that pools. `auto` takes what the platform makes of the checkpoint's, except that
+    float16, in which few CPUs compute, becomes float32: bfloat16 would round vectors more coarsely than the checkpoint
+    does. Raises `ValueError` for a dtype that the platform does not have.
+    """
+    if requested == "auto" and checkpoint == "float16":
+        return "float32"
+    return platform.resolve_dtype(requested, checkpoint)
 
 
 def _kernels(is_exact: bool, is_packed: bool) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.visible_logs import logger_of
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.sampling.sampling_state import SamplingState
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import RowError, SequenceStart, StepInput
@@ -67,8 +68,8 @@ class RankSequences:
         self._num_blocks = [0] * self.max_num_sequences
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        self.adapters: dict[int, str] = {}
-        """The digests of the adapters of sequences that have one, by sequence id."""
+        self.adapters: dict[int, AdapterKey] = {}
+        """The adapters of sequences that have one, by sequence id."""
         self._start_errors: dict[int, RowError] = {}
         """Sequences that could not be started, each with its error, until they end."""
         self.sampling.clear()
@@ -106,7 +107,7 @@ class RankSequences:
         self._rows[sequence.sequence_id] = row
         self._num_blocks[row] = 0
         if sequence.adapter:
-            self.adapters[sequence.sequence_id] = sequence.adapter
+            self.adapters[sequence.sequence_id] = AdapterKey.of(sequence.adapter)
         try:
             self.sampling.start(sequence)
         except Exception as error:

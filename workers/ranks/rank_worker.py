@@ -71,6 +71,16 @@ class RankWorker(Protocol):
         """Whether calls return before the device is done; the worker is then a `RunAheadWorker`."""
         ...
 
+    @property
+    def keeper(self) -> PrefixKeeper | None:
+        """The way to the prefix store; None if the rank has none."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterHolder | None:
+        """The adapters that sequences may have; None if the options name neither adapters nor folders for them."""
+        ...
+
     def execute(self, step: StepInput) -> None:
         """Starts a step's forward pass."""
         ...
@@ -102,20 +112,20 @@ class RankWorker(Protocol):
         ...
 
 
-class KeepingWorker(RankWorker, Protocol):
-    """A worker whose `ModelInfo.prefix_store` is set. Its calls come between two steps."""
+class PrefixKeeper(Protocol):
+    """Moves parts of prefixes between a rank's memory and its prefix store. Its calls come between two steps."""
 
-    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+    def restore(self, parts: Sequence[BlockPart]) -> list[bool]:
         """Fills blocks and slots from the prefix store. Returns for each part whether it was there and undamaged."""
         ...
 
-    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+    def keep(self, parts: Sequence[BlockPart]) -> list[bool]:
         """Copies blocks and slots, which are written to the prefix store later. Those that are there count as used.
         Returns for each part whether that is done; the others may be tried again.
         """
         ...
 
-    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+    def drop(self, hashes: Sequence[bytes]) -> None:
         """Removes the blocks with these hashes from the prefix store."""
         ...
 
@@ -134,22 +144,22 @@ class ReadAdapter(Protocol):
         ...
 
 
-class AdaptingWorker(RankWorker, Protocol):
-    """A worker whose options have `adapter_roots`."""
+class AdapterHolder(Protocol):
+    """Reads adapters, and holds those that sequences may have."""
 
-    def read_adapter(self, path: str) -> ReadAdapter:
+    def read(self, path: str) -> ReadAdapter:
         """Reads the adapter in a folder. Any thread may call it, also while a step runs. Raises `ModelError` if the
         adapter is damaged or does not fit the model.
         """
         ...
 
-    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+    def hold(self, adapter: ReadAdapter) -> bool:
         """Lets the sequences of later steps have an adapter. Returns False if there is no room for it. Called between
         two steps.
         """
         ...
 
-    def drop_adapter(self, digest: str) -> None:
+    def drop(self, digest: str) -> None:
         """Forgets an adapter that no later step uses. Called between two steps."""
         ...
 
@@ -171,10 +181,11 @@ class RunAheadWorker(RankWorker, Protocol):
 
 
 class DraftRunner(Protocol):
-    """A draft model on the target's device, which computes what proposers ask for.
+    """A draft model or a draft head on the target's device, which computes what proposers ask for.
 
     Its keys and values are in a separate cache, in blocks with the ids of the target's. `DraftModel` of
-    `specdecode/draft_model.py` tracks which of them are valid.
+    `specdecode/draft_model.py` tracks which of them are valid. A head reads the hidden state that the target has at
+    each position, or, at positions that the target has not computed, the one that the head made for a draft.
     """
 
     @property
@@ -217,7 +228,7 @@ class SpeculationTarget(RankWorker, Protocol):
 
     @property
     def draft(self) -> DraftRunner | None:
-        """The draft model that was loaded beside the target's share, or None."""
+        """The draft model or draft head that was loaded beside the target's share, or None."""
         ...
 
     def measure(self) -> StepTimes:
@@ -241,11 +252,12 @@ def load_worker(
     place: RankPlace = ALONE,
     max_draft_tokens: int = 0,
     draft_folder: pathlib.Path | None = None,
+    loads_draft_head: bool = False,
 ) -> SpeculationTarget:
     """Loads a rank's share of a model on the device that `options` names; see `TorchWorker` for the arguments.
 
     Raises `ModelError` or `ValueError` if the model cannot be served.
     """
     worker_class = pkgutil.resolve_name(WORKERS[options.device])
-    worker: SpeculationTarget = worker_class(options, place, max_draft_tokens, draft_folder)
+    worker: SpeculationTarget = worker_class(options, place, max_draft_tokens, draft_folder, loads_draft_head)
     return worker

@@ -24,6 +24,7 @@ from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.exponential import exponential
@@ -34,6 +35,7 @@ from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    DraftHeadWeights,
     Embedding,
     Experts,
     ExpertsBesideWeights,
@@ -55,6 +57,7 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
+from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.recurrent_shapes import LightningShape
@@ -132,6 +135,29 @@ def load_model(
     return Decoder(share, loaded, platform)
 
 
+def load_draft_head(
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    target: DecoderWeights | None = None,
+    weights: str = "auto",
+) -> DraftHead:
+    """Returns the whole draft head of a checkpoint, whose model has the shape `config`. It shares the embedding and the
+    output head of `target`, the weights of that model; without it they are read again.
+
+    Raises `ModelError` as `load_model` does.
+    """
+    checkpoint = Checkpoint(folder)
+    config = config if target is not None else checkpoint.as_stored(config)
+    own, alone = draft_head_config(config), OneRank()
+    content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
+    with platform.shared_linears(content) as shared:
+        compute_dtype = platform.torch_dtype(dtype)
+        loader = _WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
+        return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
+
+
 def _identity(
     folder: str | pathlib.Path, config: ModelConfig, dtype: str, group: Group, weights: str, exact: bool
 ) -> str:
@@ -142,20 +168,32 @@ def _identity(
     return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split}"
 
 
-def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto") -> WeightTally:
+def check_tensors(
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    weights: str = "auto",
+    bank: AdapterBank | None = None,
+    with_draft_head: bool = False,
+) -> WeightTally:
     """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
-    tensor's data, except to compare the head of a tied model with its embedding if it is stored too.
+    tensor's data, except to compare the head of a tied model with its embedding if it is stored too. If
+    `with_draft_head`, it must have what `load_draft_head` needs too.
 
     For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
-    tally says both. Returns the memory that the weights take. Raises `ModelError` as `load_model` does.
+    tally says both. A `bank` gets the linears that take adapters, without weights. Returns the memory that the weights
+    take. Raises `ModelError` as `load_model` does.
     """
     rounded = "auto" if weights == "dense" else weights
     counting = CountingPlatform()
     checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
     config = checkpoint.as_stored(config)
-    loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False)
-    loader.load()
+    loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
+    loaded = loader.load()
     _check_all_used(checkpoint, config)
+    if with_draft_head:
+        own = draft_head_config(config)
+        of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
+        of_draft_head.load_draft_head(describe_draft_head(config), loaded)
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
@@ -246,14 +284,25 @@ class _WeightLoader:
     def load(self) -> DecoderWeights:
         if self._bank is not None:
             self._bank.note_modules(part.name for linear in self.spec.linears() for part in linear.parts)
-        embedding, tied_head = self._embedding()
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
-        head = (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
+        embedding, head = self._ends()
         layers = [self._layer(layer) for layer in self.spec.layers]
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
         return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+
+    def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
+        """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
+        embedding, head = self._ends() if target is None else (target.embedding, target.head)
+        decoder = DecoderWeights(embedding, [self._layer(spec.layer)], self._norm(spec.final_norm), head)
+        norms = self._norm(spec.embedding_norm), self._norm(spec.hidden_norm)
+        return DraftHeadWeights(*norms, self._linear(spec.join), decoder)
+
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Returns the embedding and the output head, which may be tied."""
+        embedding, tied_head = self._embedding()
+        return embedding, (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
 
     def _streams(self, spec: StreamsSpec) -> StreamsWeights:
         return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
@@ -356,15 +405,15 @@ class _WeightLoader:
             self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
             _unchanged if spec.experts[0].down.gathers else self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
-            None if spec.shared is None else self._own_mlp(spec.shared),
+            None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
 
-    def _own_mlp(self, spec: GatedMlpSpec) -> GatedMlpWeights:
-        """Returns this rank's share of an MLP. Its results are still to be summed, unless ranks split its outputs and
-        gather them.
+    def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
+        """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
+        ranks split its outputs and gather them.
         """
-        gated, down = self._own(spec.gated), self._own(spec.down)
+        gated, down = self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank)
         return GatedMlpWeights(gated, self._joined(down, spec.down) if spec.down.gathers else down)
 
     def _plain_linear(self, spec: LinearSpec) -> Linear:

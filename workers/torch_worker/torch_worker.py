@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
-from manta.workers.adapters.adapter_bank import FittedAdapter
 from manta.workers.kept_weights import describe_kept
 from manta.workers.kernels.build import library_name
 from manta.workers.kernels.layer_caches import LayerStates, allocate_states
@@ -28,9 +27,9 @@ from manta.workers.models.model_config import DEPENDING_ON_CONTEXT, ModelConfig
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.phases import Phases
 from manta.workers.platforms import Platform, choose_platform
-from manta.workers.prefix_store import BlockPart, StorePlace
+from manta.workers.prefix_store import StorePlace
 from manta.workers.ranks.rank_sequences import RankSequences
-from manta.workers.ranks.rank_worker import ALONE, RankPlace, ReadAdapter, StepTimes
+from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
 from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
 from manta.workers.torch_worker.block_keeper import open_keeper, values_for_store
@@ -53,10 +52,12 @@ logger = logger_of(__name__)
 class TorchWorker:
     """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
 
-    `draft_folder` holds a draft model, which is loaded whole beside the share. Its weights take memory before the KV
-    cache is planned, and its keys and values are in blocks with the ids of the target's. Raises `ModelError` if the
-    model cannot be served within the configured memory or length, and `LogitsProcessorError` if a configured processor
-    cannot be loaded.
+    `draft_folder` holds a draft model, which is loaded whole beside the share. If `loads_draft_head`, the draft head in
+    the model's own checkpoint is loaded instead. Its weights take memory before the KV cache is planned, and its keys
+    and values are in blocks with the ids of the target's.
+
+    Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
+    if a configured processor cannot be loaded.
     """
 
     def __init__(
@@ -65,19 +66,20 @@ class TorchWorker:
         place: RankPlace = ALONE,
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
+        loads_draft_head: bool = False,
     ) -> None:
         phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if place.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads, config.exact)
-        sources = choose_models(config, platform, draft_folder)
+        sources = choose_models(config, platform, draft_folder, loads_draft_head)
         self.group = _open_group(place, config.tensor_parallel_size, platform)
         phases.end("config")
         values = values_for_store(config, sources.target.folder)
         models = load_models(sources, config, platform, self.group)
         phases.end("weights")
-        self._bank = models.bank
-        adapters = load_adapters(models.bank, config.adapters, self.group)
-        if adapters:
+        self.adapters = models.bank
+        loaded = load_adapters(models.bank, config.adapters, self.group)
+        if loaded:
             phases.end("adapters")
         plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
         share = models.target
@@ -97,15 +99,17 @@ class TorchWorker:
             has_states=bool(share.config.state_bytes),
         )
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
-        self._keeper = None
+        self.keeper = None
         if values is not None:
             content = _block_content(sources.target.config, models, config, plan, kv_cache)
             num_groups = len(plan.layers.groups)
-            self._keeper = open_keeper(config, place.rank, values, content, kv_cache, states, num_groups)
+            self.keeper = open_keeper(config, place.rank, values, content, kv_cache, states, num_groups)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
+        if self.keeper is not None:
+            self.keeper.hidden_states = self.runner.hidden_states
         phases.end("runner")
-        store = None if self._keeper is None else self._keeper.place
-        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, store, adapters)
+        store = None if self.keeper is None else self.keeper.place
+        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, store, loaded)
         _log_start(self.info)
 
     def _make_runner(
@@ -168,29 +172,6 @@ class TorchWorker:
 
     def is_computing(self) -> bool:
         return self.runner.is_computing()
-
-    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        return [False] * len(parts) if self._keeper is None else self._keeper.restore(parts)
-
-    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        return [True] * len(parts) if self._keeper is None else self._keeper.keep(parts)
-
-    def drop_kept(self, hashes: Sequence[bytes]) -> None:
-        if self._keeper is not None:
-            self._keeper.drop(hashes)
-
-    def read_adapter(self, path: str) -> FittedAdapter:
-        assert self._bank is not None, "the options name folders of adapters"
-        return self._bank.read(path)
-
-    def hold_adapter(self, adapter: ReadAdapter) -> bool:
-        assert self._bank is not None, "the options name folders of adapters"
-        assert isinstance(adapter, FittedAdapter), "it was read here"
-        return self._bank.hold(adapter)
-
-    def drop_adapter(self, digest: str) -> None:
-        if self._bank is not None:
-            self._bank.drop(digest)
 
     def reset(self) -> None:
         self.runner.reset()

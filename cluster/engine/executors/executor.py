@@ -77,6 +77,10 @@ class Executor(Protocol):
         """Returns at once whether a rank is known to have died. Called between two steps; raises nothing."""
         ...
 
+    def is_late(self) -> bool:
+        """Returns at once whether a step takes so long that a rank may hang. Any thread may call it."""
+        ...
+
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         """Fills blocks and slots from the ranks' prefix stores, behind the steps under way. Returns for each part
         whether every rank had it; none if a rank is lost. Called only if `ModelInfo.prefix_store` is set.
@@ -94,14 +98,16 @@ class Executor(Protocol):
         ...
 
     def read_adapter(self, path: str) -> ReadAdapter:
-        """Reads the adapter in a folder, for `hold_adapter`. Any thread may call it, also while steps run. Raises
-        `ModelError` if the adapter is damaged or does not fit the model. Called only if the options have
-        `adapter_roots`, as the next two.
+        """Makes all ranks read the adapter in a folder, for `hold_adapter`. Any thread may call it, also while steps
+        run. Raises `ModelError` if the adapter is damaged or does not fit the model, and `ConnectionError` if a rank is
+        lost. Called only if the options have `adapter_roots`, as the next two.
         """
         ...
 
     def hold_adapter(self, adapter: ReadAdapter) -> bool:
-        """Lets the sequences of later steps have an adapter. Returns False if there is no room for it."""
+        """Lets the sequences of later steps have an adapter. Returns False if there is no room for it. Raises
+        `ConnectionError` if the ranks that have read it are lost: read it again.
+        """
         ...
 
     def drop_adapter(self, digest: str) -> None:
@@ -152,6 +158,9 @@ class SynchronousExecutor:
         raise NotImplementedError
 
     def has_lost_ranks(self) -> bool:
+        return False
+
+    def is_late(self) -> bool:
         return False
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:

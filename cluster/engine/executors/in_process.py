@@ -14,9 +14,9 @@ from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
 from manta.workers.ranks.rank_worker import (
-    AdaptingWorker,
+    AdapterHolder,
     Drawn,
-    KeepingWorker,
+    PrefixKeeper,
     RankWorker,
     ReadAdapter,
     RunAheadWorker,
@@ -66,30 +66,34 @@ class InProcessExecutor(SynchronousExecutor):
         self.worker.register_logits_processor(name, factory)
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        return self._keeping.restore_blocks(parts)
+        return self._keeper.restore(parts)
 
     def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        return self._keeping.keep_blocks(parts)
+        return self._keeper.keep(parts)
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
-        self._keeping.drop_kept(hashes)
+        self._keeper.drop(hashes)
 
     def read_adapter(self, path: str) -> ReadAdapter:
-        return self._adapting.read_adapter(path)
+        return self._adapters.read(path)
 
     def hold_adapter(self, adapter: ReadAdapter) -> bool:
-        return self._adapting.hold_adapter(adapter)
+        return self._adapters.hold(adapter)
 
     def drop_adapter(self, digest: str) -> None:
-        self._adapting.drop_adapter(digest)
+        self._adapters.drop(digest)
 
     @property
-    def _adapting(self) -> AdaptingWorker:
-        return cast(AdaptingWorker, self.worker)
+    def _keeper(self) -> PrefixKeeper:
+        keeper = self.worker.keeper
+        assert keeper is not None, "`ModelInfo.prefix_store` is set"
+        return keeper
 
     @property
-    def _keeping(self) -> KeepingWorker:
-        return cast(KeepingWorker, self.worker)
+    def _adapters(self) -> AdapterHolder:
+        adapters = self.worker.adapters
+        assert adapters is not None, "the options name adapters or folders for them"
+        return adapters
 
     def rebuild(self) -> None:
         self.worker.reset()

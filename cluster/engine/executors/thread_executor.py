@@ -67,6 +67,9 @@ class ThreadExecutor:
     def has_lost_ranks(self) -> bool:
         return self._thread.submit(self.inner.has_lost_ranks).result()
 
+    def is_late(self) -> bool:
+        return self.inner.is_late()
+
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         return self._thread.submit(self.inner.restore_blocks, parts).result()
 

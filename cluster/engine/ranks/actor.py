@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
 from ray import cloudpickle
 
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.ranks.rank_channel import Address, connect
+from manta.cluster.engine.ranks.rank_channel import Address, RankLost, connect
 from manta.cluster.engine.ranks.rank_messages import (
     Answer,
     Done,
+    DropAdapter,
     DropKept,
     Failed,
+    Held,
+    HoldAdapter,
     KeepBlocks,
     Message,
     Moved,
@@ -37,14 +40,14 @@ from manta.structured.visible_logs import guard_process, logger_of
 from manta.workers.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from manta.workers.ranks.rank_worker import KeepingWorker, RankWorker
+    from manta.workers.ranks.rank_worker import AdapterHolder, RankWorker, ReadAdapter
 
 logger = logger_of(__name__)
 
 
 class RankActor:
     """The Ray actor of a rank. Call its methods in this order: `open_folder` on rank 0, `sees`, `open_store` on rank 0,
-    `load`, `serve`.
+    `load`, `serve`. A second thread of the actor takes calls of `read_adapter` while `serve` runs.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -63,6 +66,8 @@ class RankActor:
         self._worker: RankWorker | None = None
         self._failure: Failed | None = None
         """The failure of the last `Step`, until its `Sample` is answered."""
+        self._read: dict[int, ReadAdapter] = {}
+        """Adapters by the numbers under which the engine has them read."""
 
     def open_folder(self) -> str:
         """Makes a folder that only this user can enter, and returns its path. The folder is removed when this process
@@ -91,6 +96,26 @@ class RankActor:
         self._rank = rank
         self._worker = make_worker(config, rank, group_address)
         return self._worker.info
+
+    def read_adapter(self, path: str, number: int, needed: list[int]) -> tuple[str, int]:
+        """Reads the adapter in a folder, beside the steps, and keeps it under a number. Returns its digest, and the
+        bytes of this rank's share. `needed` has the numbers of the other adapters that the engine may still hold; the
+        rest are forgotten. Raises `ModelError` as `AdapterHolder.read` does, and `RankLost` if this rank takes a lost
+        one's place and still loads.
+        """
+        if self._worker is None:
+            raise RankLost("the rank still loads its model")
+        self._read = {each: adapter for each, adapter in self._read.items() if each in needed}
+        adapter = self._adapters.read(path)
+        self._read[number] = adapter
+        return adapter.digest, adapter.num_bytes
+
+    @property
+    def _adapters(self) -> AdapterHolder:
+        assert self._worker is not None, "it was loaded before"
+        adapters = self._worker.adapters
+        assert adapters is not None, "the options name folders of adapters"
+        return adapters
 
     def serve(self, address: Address) -> None:
         """Serves the engine at `address` until the connection or the engine ends; then this process ends too."""
@@ -136,11 +161,18 @@ class RankActor:
             case Register():
                 worker.register_logits_processor(message.name, cloudpickle.loads(message.factory))
             case RestoreBlocks():
-                return Moved(cast("KeepingWorker", worker).restore_blocks(message.parts))
+                keeper, parts = worker.keeper, message.parts
+                return Moved([False] * len(parts) if keeper is None else keeper.restore(parts))
             case KeepBlocks():
-                return Moved(cast("KeepingWorker", worker).keep_blocks(message.parts))
+                keeper, parts = worker.keeper, message.parts
+                return Moved([True] * len(parts) if keeper is None else keeper.keep(parts))
             case DropKept():
-                cast("KeepingWorker", worker).drop_kept(message.hashes)
+                if worker.keeper is not None:
+                    worker.keeper.drop(message.hashes)
+            case HoldAdapter():
+                return Held(self._adapters.hold(self._read[message.number]))
+            case DropAdapter():
+                self._adapters.drop(message.digest)
             case Reset():
                 worker.reset()
         return Done()

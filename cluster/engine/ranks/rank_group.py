@@ -41,10 +41,26 @@ SLICE_POLL_S = 0.5
 """Seconds between two searches for a free TPU slice."""
 START_S = 60.0
 """Seconds in which an actor's process must start, before it loads anything. On a lost node it never starts."""
+ADAPTER_S = 300.0
+"""Seconds in which a rank must have read an adapter."""
 OTHER_FAILURES_S = 0.5
 """Seconds to wait for the failures of other ranks. A rank that fails to load makes the ranks that wait for it fail too,
 and its own error may arrive after theirs.
 """
+
+
+class ReloadTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of a restart, after which a rank that loads the model again counts as hung. A first start has none: a
+    model may take long to arrive.
+    """
+
+    factor: float = 10.0
+    """Multiple of the first start's time."""
+    shortest_s: float = 60.0
+    """Shortest bound in seconds, as for the start of an actor's process."""
+
+
+USUAL_TIMES = ReloadTimes()
 
 
 class RankGroup:
@@ -53,13 +69,17 @@ class RankGroup:
     The first start waits up to `placement_s` seconds for room.
     """
 
-    def __init__(self, config: EngineConfig, placement_s: float = PLACEMENT_S) -> None:
+    def __init__(
+        self, config: EngineConfig, placement_s: float = PLACEMENT_S, times: ReloadTimes = USUAL_TIMES
+    ) -> None:
+        self.times = times
         self._config = config
         self._placement_s = placement_s
         self._num_ranks = config.num_ranks
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
-        self._has_started = False
+        self._first_start_s: float | None = None
+        """Seconds that the first start took, without the wait for room; None before it."""
 
     def start(self) -> tuple[ModelInfo, RankChannel]:
         """Ends the present actors and starts new ones.
@@ -68,7 +88,8 @@ class RankGroup:
         meanwhile.
         """
         self._kill()
-        placement = self._place(RETURN_S if self._has_started else self._placement_s)
+        placement = self._place(self._placement_s if self._first_start_s is None else RETURN_S)
+        began = time.monotonic()
         self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
         try:
             info, channel = self._load()
@@ -79,20 +100,31 @@ class RankGroup:
         self._config = msgspec.structs.replace(
             self._config, dtype=info.dtype, kv_cache_bytes=info.kv_cache_bytes, max_model_len=info.max_model_len
         )
-        self._has_started = True
+        if self._first_start_s is None:
+            self._first_start_s = time.monotonic() - began
         return info, channel
 
     def _load(self) -> tuple[ModelInfo, RankChannel]:
         _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
-        (folder,) = _results([self._actors[0].open_folder.remote()])
-        is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors]))
-        (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)])
+        times, first_s = self.times, self._first_start_s
+        seconds = None if first_s is None else max(times.shortest_s, times.factor * first_s)
+        (folder,) = _results([self._actors[0].open_folder.remote()], seconds)
+        is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors], seconds))
+        (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)], seconds)
         loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
-        info, *_ = _results(loading)
+        info, *_ = _results(loading, seconds)
         listener = Listener(ray.util.get_node_ip_address())
         for actor in self._actors:
             actor.serve.remote(listener.address)
         return info, RankChannel(listener.accept(self._num_ranks))
+
+    def read_adapter(self, path: str, number: int, needed: list[int]) -> list[tuple[str, int]]:
+        """Makes every rank read an adapter (`RankActor.read_adapter`), and returns their answers. Any thread may call
+        it. Raises what a rank raises, and `RankLost` if one dies meanwhile or is not there.
+        """
+        if not self._actors:
+            raise RankLost("the ranks are being started")
+        return _results([actor.read_adapter.remote(path, number, needed) for actor in self._actors], ADAPTER_S)
 
     def _start_actor(self, placement: PlacementGroup, rank: int) -> Any:
         """Starts one actor in its bundle of the placement group, which has claimed its resources."""
@@ -100,7 +132,9 @@ class RankGroup:
         # An actor sees only the GPUs that it claims itself
         chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
         claims: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus_each(self._config), "resources": chips}
-        actor_class: Any = ray.remote(**claims, max_restarts=0)(RankActor)
+        num_threads = 2 if self._config.adapter_roots else 1  # one serves steps, the other one reads adapters
+        options = claims | {"max_restarts": 0, "max_concurrency": num_threads}
+        actor_class: Any = ray.remote(**options)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
@@ -168,7 +202,7 @@ def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
     while pending:
         done, pending = ray.wait(pending, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not done:
-            raise RankLost(f"{len(pending)} ranks did not start within {seconds} s; their node may have gone")
+            raise RankLost(f"{len(pending)} ranks did not answer within {seconds:g} s; they hang, or a node is gone")
         error = _error(done[0])
         if error is not None:
             raise _cause(error, pending)
@@ -190,5 +224,5 @@ def _error(reference: Any) -> Exception | None:
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, Exception) else error
     except RayActorError as error:
-        return RankLost(f"a rank died while it started: {error}")
+        return RankLost(f"a rank died meanwhile: {error}")
     return None

@@ -81,6 +81,19 @@ class DropKept(msgspec.Struct, array_like=True, tag=True):
     hashes: list[bytes]
 
 
+class HoldAdapter(msgspec.Struct, array_like=True, tag=True):
+    """Holds an adapter that the rank has read (`RankActor.read_adapter`); the rank answers `Held`."""
+
+    number: int
+    """The number under which it was read."""
+
+
+class DropAdapter(msgspec.Struct, array_like=True, tag=True):
+    """Forgets an adapter."""
+
+    digest: str
+
+
 class Reset(msgspec.Struct, array_like=True, tag=True):
     pass
 
@@ -94,6 +107,11 @@ class Moved(msgspec.Struct, array_like=True, tag=True):
     """Whether the rank has restored, or kept, each part."""
 
 
+class Held(msgspec.Struct, array_like=True, tag=True):
+    has_room: bool
+    """Whether the rank holds the adapter now."""
+
+
 class Done(msgspec.Struct, array_like=True, tag=True):
     pass
 
@@ -104,5 +122,5 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
     reason: str
 
 
-Message = Step | Ping | Sample | Register | RestoreBlocks | KeepBlocks | DropKept | Reset
-Answer = Output | Moved | Done | Failed
+Message = Step | Ping | Sample | Register | RestoreBlocks | KeepBlocks | DropKept | HoldAdapter | DropAdapter | Reset
+Answer = Output | Moved | Held | Done | Failed

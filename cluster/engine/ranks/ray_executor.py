@@ -7,7 +7,10 @@ ranks are restarted, and the engine recomputes running sequences from their toke
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -25,8 +28,11 @@ from manta.cluster.engine.ranks.rank_channel import RankLost
 from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import (
     Answer,
+    DropAdapter,
     DropKept,
     Failed,
+    Held,
+    HoldAdapter,
     KeepBlocks,
     Message,
     Moved,
@@ -43,20 +49,36 @@ from manta.structured.host import num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
-from manta.workers.model_info import ModelInfo
+from manta.workers.model_info import AdapterInfo, ModelInfo
+from manta.workers.models.model_config import ModelError
 from manta.workers.prefix_store import BlockPart
+from manta.workers.ranks.rank_worker import ReadAdapter
 from manta.workers.step import StepInput, StepOutput
 
 logger = logger_of(__name__)
 
 CONTROL_S = 60.0
 """Seconds in which a rank must answer a message other than a step. Registering a logits processor may import a lot."""
+LATE_SHARE = 0.5
+"""Share of a step's deadline after which requests leave for another engine, if there is one. If the rank answers after
+all, leaving costs less than a restart of the ranks.
+"""
 START_ATTEMPTS = 2
 """Attempts to restart the ranks after a failure, because another rank may die meanwhile."""
 
 
 class RankFailed(RuntimeError):
     """A rank raised an error; it still serves."""
+
+
+class RanksAdapter:
+    """An adapter that all ranks have read and keep under a number, as long as the engine has this object."""
+
+    def __init__(self, number: int, digest: str, num_bytes: int) -> None:
+        self.number = number
+        self.digest = digest
+        self.num_bytes = num_bytes
+        """Bytes of the largest share of a rank."""
 
 
 class RayExecutor(SynchronousExecutor):
@@ -70,6 +92,11 @@ class RayExecutor(SynchronousExecutor):
         self.num_rank_disagreements = 0
         self._factories: dict[str, bytes] = {}
         """Registered logits processors by name, as cloudpickle bytes; restarted ranks get them again."""
+        self._adapter_numbers = itertools.count()
+        self._reading = threading.Lock()
+        """Lock of the thread that has an adapter read."""
+        self._fixed: dict[str, AdapterInfo] | None = None
+        """The adapters of the configuration as the first ranks have found them; None before."""
         self.deadline = StepDeadline()
         self._group = RankGroup(_on_ray(config))
         # The actors end with this process; the finalizer serves a process that outlives its engine
@@ -78,6 +105,9 @@ class RayExecutor(SynchronousExecutor):
 
     def _start(self) -> None:
         self._model, self._ranks = self._group.start()
+        self._check_fixed_adapters()
+        self._adapters: weakref.WeakValueDictionary[int, RanksAdapter] = weakref.WeakValueDictionary()
+        """Adapters that these ranks have read, by number."""
         self.deadline.restart()
         self._adopted: dict[int, list[int]] = {}
         """Sequence ids with the tokens that rank 0 drew in the last step."""
@@ -87,8 +117,20 @@ class RayExecutor(SynchronousExecutor):
         """The step whose `Sample` is still to be sent, or None."""
         self._num_tokens = 0
         """Number of tokens of the last step."""
+        self._late_at = math.inf
+        """Time at which the step under way counts as late; infinite between two steps."""
         for name, factory in self._factories.items():
             self._tell(Register(name, factory), 0)
+
+    def _check_fixed_adapters(self) -> None:
+        """Raises `ModelError` if restarted ranks have found other values in the folders of the configuration than
+        those that requests of this engine name.
+        """
+        found = self._model.adapters
+        for name, before in (self._fixed or found).items():
+            if found[name].digest != before.digest:
+                raise ModelError(f"adapter {name!r}: {before.path} has other values than when the engine started")
+        self._fixed = found
 
     @property
     def model(self) -> ModelInfo:
@@ -104,6 +146,7 @@ class RayExecutor(SynchronousExecutor):
     def execute(self, step: StepInput) -> None:
         self._started = time.monotonic()
         self._step, self._num_tokens, self._is_asked = step, step.num_tokens, False
+        self._late_at = self._started + LATE_SHARE * self.deadline.seconds(step.num_tokens)
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
 
     def is_computing(self) -> bool:
@@ -123,6 +166,7 @@ class RayExecutor(SynchronousExecutor):
         self._ranks.ask(Sample(None if masks is None else PackedMasks.of(masks)), 0)
         self._step = None
         output, *others = _outputs(self._ranks.collect(self.deadline.seconds(self._num_tokens)))
+        self._late_at = math.inf
         if step.scheduled:
             self.deadline.learn(self._num_tokens, time.monotonic() - self._started)
         self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
@@ -148,6 +192,9 @@ class RayExecutor(SynchronousExecutor):
             return True
         return False
 
+    def is_late(self) -> bool:
+        return time.monotonic() > self._late_at
+
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         return self._move(RestoreBlocks(list(parts)), otherwise=[False] * len(parts))
 
@@ -166,6 +213,37 @@ class RayExecutor(SynchronousExecutor):
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         with contextlib.suppress(RankLost, RankFailed):
             self._tell(DropKept(list(hashes)), *self._ranks.all)
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        with self._reading:
+            number = next(self._adapter_numbers)
+            try:
+                shares = self._group.read_adapter(path, number, list(self._adapters))
+            except RankLost as error:
+                raise ConnectionError(str(error)) from error
+            digest, _ = shares[0]
+            if any(other != digest for other, _ in shares):
+                raise ModelError(f"{path} has other values on other nodes; copy it there again")
+            adapter = RanksAdapter(number, digest, max(num_bytes for _, num_bytes in shares))
+            self._adapters[number] = adapter
+            return adapter
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        assert isinstance(adapter, RanksAdapter), "it was read here"
+        if self._adapters.get(adapter.number) is not adapter:
+            raise ConnectionError("the ranks that have read the adapter are gone")
+        try:
+            answers = self._tell(HoldAdapter(adapter.number), *self._ranks.all)
+        except (RankLost, RankFailed) as error:
+            raise ConnectionError(str(error)) from error
+        if all(answer.has_room for answer in answers if isinstance(answer, Held)):
+            return True
+        self.drop_adapter(adapter.digest)  # other ranks may have had room
+        return False
+
+    def drop_adapter(self, digest: str) -> None:
+        with contextlib.suppress(RankLost, RankFailed):
+            self._tell(DropAdapter(digest), *self._ranks.all)
 
     def rebuild(self) -> None:
         if self._reset():
@@ -194,6 +272,7 @@ class RayExecutor(SynchronousExecutor):
                 self._ranks.ask(Sample(), 0)
             self._step = None
             self._ranks.collect(self.deadline.seconds(self._num_tokens))
+            self._late_at = math.inf
             self._adopted = {}
             self._tell(Reset(), *self._ranks.all)
         except (RankLost, RankFailed) as error:

@@ -118,7 +118,8 @@ class Body(Protocol):
         ...
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound="Body | list[Any]")
+"""A body, or a list of structs, which its handler checks."""
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
@@ -138,19 +139,25 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except RecursionError as error:
         raise RequestRefused(TOO_DEEP) from error
     check_lists(request, limits)
-    request.check()
+    _check(request)
     return request
 
 
+def _check(request: Body | list[Any]) -> None:
+    if not isinstance(request, list):
+        request.check()
+
+
 @functools.cache
-def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
 def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
     """Returns a body as a `kind`, without what may be left out. That takes longer, so it is tried as it is first."""
+    hashable: Any = kind
     try:
-        return _decoder(kind).decode(body)
+        return _decoder(hashable).decode(body)  # type: ignore[no-any-return]
     except msgspec.ValidationError:
         fields = msgspec.json.decode(body)
         leave_out_foreign(kind, fields)
@@ -228,14 +235,12 @@ class Admission:
     """The checks of one ingress, with what they count: the requests that it prepares, and its keys' use."""
 
     def __init__(self, config: ServeConfig) -> None:
-        engine = config.engine
         self._serve(config)
         self._keys = ApiKeys(config.api_keys or ())
         self.origins = Origins(config)
         self.rate_limits = RateLimits(config.key_limits)
-        self.max_prepared = config.max_engines * (engine.max_num_sequences + engine.max_num_waiting)
+        self._prepared = ClientShares(_most_prepared(config))
         """Requests that are prepared at a time: at most as many as all engines may run and queue."""
-        self._prepared = ClientShares(self.max_prepared)
 
     def _serve(self, config: ServeConfig) -> None:
         self._config = config
@@ -247,6 +252,13 @@ class Admission:
         admission = copy.copy(self)
         admission._serve(config)
         return admission
+
+    def serve_models(self, configs: Collection[ServeConfig]) -> None:
+        """Takes the bound on the requests that are prepared from the configurations of several models, whose engines
+        together may run and queue as many.
+        """
+        if configs:
+            self._prepared.resize(sum(map(_most_prepared, configs)))
 
     @property
     def num_prepared(self) -> int:
@@ -380,6 +392,11 @@ class Admission:
         field = "prompt_logprobs" if num_prompt > num_output else "logprobs"
         remedy = "lower it, n or max_tokens, send fewer or shorter prompts, or raise body.max_logprobs"
         refuse("over_limit", field, num_prompt + num_output, limit, remedy, unit="log-probabilities in the answer")
+
+
+def _most_prepared(config: ServeConfig) -> int:
+    """Returns the number of requests that all engines of a model may run and queue."""
+    return config.max_engines * (config.engine.max_num_sequences + config.engine.max_num_waiting)
 
 
 def max_output_tokens(params: SamplingParams, prompts: Sequence[Collection[int]], max_model_len: int) -> int:

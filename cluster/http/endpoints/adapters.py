@@ -1,15 +1,21 @@
 """`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`: adapters that come and go while the server runs.
+`GET /lora-adapters` and `POST /lora-adapters`: their scales.
 
-The bodies are those of vLLM and SGLang, and the answer is SGLang's. Only operators may call them.
+The bodies of the first two are those of vLLM and SGLang, and the answer is SGLang's. The others are llama.cpp's. Only
+operators may call them.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from manta.cluster.engine.adapter_table import AppliedAdapter
 from manta.cluster.errors import ServingError, error_of, refuse
+from manta.cluster.http.exchange.chosen_adapter import scaled_adapter
+from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.adapter_scales import AdapterScale
 from manta.cluster.protocol.error_bodies import under_field
 from manta.structured.refusals import Refusal
 
@@ -54,9 +60,32 @@ class AdaptersAnswer(msgspec.Struct, kw_only=True):
     """Folders by name, without those of the configuration."""
 
 
+class ScaledAdapter(msgspec.Struct, kw_only=True):
+    """An adapter in the list of `/lora-adapters`."""
+
+    id: int
+    """Its place in the list, by which requests name it."""
+    name: str
+    path: str
+    scale: float
+    """Its scale in requests that name the model itself; 0 if they do without it."""
+
+
+class ScalesQuery(msgspec.Struct, kw_only=True):
+    """The query of `/lora-adapters`."""
+
+    model: str | None = None
+    """The model that the adapters belong to, if the server has several."""
+
+
+class ScalesSet(msgspec.Struct):
+    success: bool = True
+
+
 async def load(state: AppState, exchange: Exchange, request: LoadAdapterRequest) -> AdaptersAnswer:
     exchange.adapter = request.lora_name
-    async with _base_model(state, exchange, request.base_model_name).in_use(exchange) as of_model:
+    base_model = _base_model(state, exchange, request.base_model_name, "base_model_name")
+    async with base_model.in_use(exchange) as of_model:
         loaded = of_model.loaded_adapters
         if loaded is None:
             cause, remedy = "this server loads no adapters over HTTP", "set engine.adapter_roots"
@@ -82,15 +111,45 @@ async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequ
     raise error_of(Refusal("unknown_model", "lora_name", name, names or "no adapter"))
 
 
-def _base_model(state: AppState, exchange: Exchange, asked: str | None) -> AppState:
-    """Returns the model that an adapter is for: the named one, the default one, or the only one."""
+async def scales(state: AppState, exchange: Exchange, _: None) -> list[ScaledAdapter]:
+    of_model = _asked_model(state, exchange)
+    await of_model.refresh_adapters()
+    loaded, configured = of_model.loaded_adapters, of_model.config.engine.adapters
+    paths = configured if loaded is None else {**configured, **loaded.paths}
+    applied = None if loaded is None else loaded.applied
+    of_names = {} if applied is None else {applied.name: applied.scale}
+    return [
+        ScaledAdapter(id=number, name=name, path=paths[name], scale=of_names.get(name, 0.0))
+        for number, name in enumerate(of_model.admission.names.adapters)
+    ]
+
+
+async def set_scales(state: AppState, exchange: Exchange, body: list[AdapterScale]) -> ScalesSet:
+    async with _asked_model(state, exchange).in_use(exchange) as of_model:
+        if of_model.loaded_adapters is None:
+            cause, remedy = "this server changes no adapters over HTTP", "set engine.adapter_roots"
+            refuse("not_allowed", remedy=remedy, cause=cause)
+        await of_model.refresh_adapters()
+        name, scale = scaled_adapter(of_model, body, "", None)
+        exchange.adapter = name
+        await of_model.loaded_adapters.apply(AppliedAdapter(name, scale) if name else None)
+        return ScalesSet()
+
+
+def _asked_model(state: AppState, exchange: Exchange) -> AppState:
+    """Returns the model that the query of `/lora-adapters` is about."""
+    return _base_model(state, exchange, decode_query(ScalesQuery, exchange.incoming.query).model, "model")
+
+
+def _base_model(state: AppState, exchange: Exchange, asked: str | None, field: str) -> AppState:
+    """Returns the model that an adapter is for: the one that `field` names, the default one, or the only one."""
     only = next(iter(state.models)) if len(state.models) == 1 else None
     try:
         found = only if only is not None and asked is None else state.models.find(asked, exchange.caller)
         if asked is not None:
             found.admission.check_model(asked)
     except ServingError as error:
-        raise error_of(under_field(error.refusal, "base_model_name")) from error
+        raise error_of(under_field(error.refusal, field)) from error
     return found
 
 

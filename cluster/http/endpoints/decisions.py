@@ -1,11 +1,13 @@
 """`POST /v1/decisions`: the probabilities of the allowed answers to questions about an input. No text is generated.
 
 Each allowed answer is a prompt of its own behind the question's, whose tokens the engines score. So the probabilities
-are exact for answers of any length, and each answer costs a prompt.
+are exact for answers of any length. The answers share the question's prompt in the prefix cache.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import AsyncIterator, Sequence
 
 from manta.cluster.chat.decided import AnswerPath, answer_paths, probabilities
@@ -32,6 +34,7 @@ async def decide(state: AppState, exchange: GenerationExchange, body: DecisionRe
         params = await generation.sampling_params(state, exchange, request)
         asked: list[list[AnswerPath]] = []
         prompts: list[list[int]] = []
+        scored_from: list[int] = []
         for index, question in enumerate(body.questions):
             chat = await state.apart(exchange, body.chat, question)
             plan, prompt = await generation.prompted(state, exchange, chat)
@@ -41,10 +44,11 @@ async def decide(state: AppState, exchange: GenerationExchange, body: DecisionRe
             field = f"questions[{index}]"
             paths = await aside(answer_paths, state.tokenizer, question.answers(), model.eos_token_ids, field)
             prompts += [[*prompt, *path.token_ids] for path in paths]
+            scored_from += [max(1, len(prompt))] * len(paths)
             asked.append(paths)
         state.admission.check_answer(params, prompts, model.max_model_len, stream=False)
         answer = DecisionAnswer(body, asked, state.model_name)
-        await generation.generate(state, exchange, prompts, params, request, answer)
+        await generation.generate(state, exchange, prompts, params, request, answer, scored_from=scored_from)
     except RequestRefused as error:
         raise renamed(error, body) from error
 
@@ -77,6 +81,8 @@ class DecisionAnswer:
             own = [each[-len(path.token_ids) :] for path, each in zip(paths, of_prompts, strict=True)]
             if list(map(len, own)) != [len(path.token_ids) for path in paths]:
                 raise error_of(Refusal("failed", cause="the engine gave an answer's tokens no probability"))
+            if not all(map(math.isfinite, itertools.chain.from_iterable(own))):
+                raise error_of(Refusal("failed", cause="the model gave an answer's token no finite log-probability"))
             answers.append(answer_of(question, probabilities(paths, own)))
             first += len(paths)
         num_tokens = sum(usage.num_prompt_tokens for usage in generation.usages)

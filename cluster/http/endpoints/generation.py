@@ -17,6 +17,7 @@ from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused, ServingError, error_of
 from manta.cluster.http.access.request_admission import GenerationBody, max_output_tokens, session_of
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
+from manta.cluster.http.exchange.chosen_adapter import chosen_adapter
 from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
@@ -155,16 +156,18 @@ async def generate(
     shown_ids: frozenset[int] = frozenset(),
     not_carried: tuple[str, ...] = (),
     thinking: Sequence[ThinkingSection | None] = (),
+    scored_from: Sequence[int] = (),
 ) -> None:
     """Runs the prompts and sends the answer. A header of the answer names what its constraint leaves out, `not_carried`
-    included. `thinking` has the section of each prompt, if they may differ in it. Raises `ServingError` naming the
-    field of `request` if the engine refuses one of `params`.
+    included. `thinking` and `scored_from` have what `GenerationRequest` says of each prompt. Raises `ServingError`
+    naming the field of `request` if the engine refuses one of `params`.
     """
     try:
         params = await _enforceable(exchange, params, not_carried)
-        exchange.adapter = state.admission.check_model(request.model)
-        exchange.adapter_digest = await state.adapter_digest(exchange.adapter)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
+        chosen = await chosen_adapter(state, request.model, request.lora, exchange.caller)
+        exchange.adapter, exchange.adapter_key = chosen
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
+        asked = msgspec.structs.replace(asked, thinking=[*thinking], scored_from=[*scored_from])
         streams = bool(request.stream)
         state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
@@ -208,7 +211,6 @@ def _engines_request(
     params: SamplingParams,
     request: GenerationBody,
     shown_ids: frozenset[int],
-    thinking: Sequence[ThinkingSection | None],
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -222,11 +224,11 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
-        adapter=exchange.adapter_digest,
+        adapter=exchange.adapter_key,
         cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)
-    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])
+    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids)
 
 
 async def _field_at_fault(

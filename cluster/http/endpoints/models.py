@@ -29,7 +29,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     state: Stage | UnsetType = UNSET
     """How one of several models fares. Left out by a server of one model."""
     reason: str | UnsetType = UNSET
-    """Reason why one of several models is not loaded."""
+    """Reason why one of several models is not loaded, or why its last change had no effect."""
+    updating: bool | UnsetType = UNSET
+    """True while engines of one of several models are being replaced by ones with other options."""
 
 
 class ModelList(msgspec.Struct):
@@ -59,4 +61,5 @@ async def _card(state: AppState, name: str) -> ModelCard:
         card.task = "generate" if info.pooling is None else info.pooling.task
     if state.condition is not None:
         card.state, card.reason = state.condition.stage, state.condition.reason or UNSET
+        card.updating = state.condition.is_updating or UNSET
     return card

@@ -18,8 +18,9 @@ from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_argument
 from manta.cluster.chat.reasoning import detect_reasoning
 from manta.cluster.chat.tool_formats import detect_format
 from manta.cluster.engine.request import FinishStatus
-from manta.cluster.errors import RequestRefused
+from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
 from manta.cluster.http.endpoints import generation
+from manta.cluster.http.endpoints.changing_models import changed_models
 from manta.cluster.http.exchange.codec import LINES, encode
 from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange
@@ -27,24 +28,29 @@ from manta.cluster.http.exchange.prompts import encode_all
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.ollama import (
     API_VERSION,
+    LATEST,
     OllamaAnswerMessage,
     OllamaChatAnswer,
     OllamaChatRequest,
+    OllamaDeleteRequest,
     OllamaDetails,
     OllamaFunction,
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     OllamaModel,
     OllamaModels,
+    OllamaPullRequest,
     OllamaRunning,
     OllamaRunningModel,
     OllamaShow,
     OllamaShowRequest,
+    OllamaStatus,
     OllamaToolCall,
     OllamaVersion,
 )
 from manta.cluster.protocol.responses import ChatResponseMessage
 from manta.cluster.protocol.translated import renamed
+from manta.structured.refusals import Refusal
 from manta.workers.pooling_info import PoolingInfo
 
 _NEVER = "2318-01-01T00:00:00Z"
@@ -167,6 +173,31 @@ async def _show_unloaded(state: AppState) -> OllamaShow:
         model_info={"general.architecture": "manta"},
         capabilities=["completion"],
     )
+
+
+async def delete(state: AppState, exchange: Exchange, body: OllamaDeleteRequest) -> None:
+    """Serves a model no more. Its files stay. Refuses another name of a model, because all of them would go."""
+    if body.served_model != state.model_name:
+        remedy, cause = f"delete {state.model_name}", "it is another name of that model, or an adapter"
+        refuse("not_allowed", "model", body.model, remedy=remedy, cause=cause)
+    await changed_models(state).remove(state.model_name)
+    await exchange.reply.send_body(b"", "text/plain; charset=utf-8")
+
+
+async def pull(state: AppState, exchange: Exchange, body: OllamaPullRequest) -> OllamaStatus | None:
+    """Says that a model is here, if it is. Refuses others, because no request makes this server download anything."""
+    name = body.name.removesuffix(LATEST)
+    try:
+        state.models.find(name, exchange.caller).admission.check_model(name)
+    except ServingError as error:
+        cause = "this server downloads no models for its clients"
+        remedy = "put its files below model_roots on the server, and run there: manta models add NAME=FOLDER"
+        raise error_of(Refusal("unsupported", "model", body.name, remedy=remedy, cause=cause)) from error
+    if not body.stream:
+        return OllamaStatus("success")
+    lines = b"".join(encode(OllamaStatus(status)) + LINES.after for status in ("pulling manifest", "success"))
+    await exchange.reply.send_body(lines, LINES.media_type)
+    return None
 
 
 def _capabilities(pooling: PoolingInfo | None) -> list[str]:

@@ -121,6 +121,10 @@ async def server_version(state: AppState, exchange: Exchange, _: None) -> Versio
     return Version(version())
 
 
+Activity = Literal["idle", "running", "waits for ranks", "stands still", "failed"]
+"""What an engine does. One that waits for ranks restarts them, or a step is late."""
+
+
 class EngineState(msgspec.Struct, kw_only=True):
     """One engine that answers."""
 
@@ -129,7 +133,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     replica: str
     """Last part of the engine's name in Serve."""
     node: str
-    state: Literal["idle", "running", "stands still", "failed"]
+    state: Activity
     num_running: int
     """Sequences in the engine's batch."""
     num_waiting: int
@@ -239,9 +243,11 @@ def _engine_state(stats: EngineStats, bound_s: float, model: str | UnsetType = U
     )
 
 
-def _word(stats: EngineStats, bound_s: float) -> Literal["idle", "running", "stands still", "failed"]:
+def _word(stats: EngineStats, bound_s: float) -> Activity:
     if not stats.alive:
         return "failed"
+    if stats.is_away:
+        return "waits for ranks"
     if stats.seconds_since_progress > bound_s:
         return "stands still"
     return "running" if stats.num_running + stats.num_waiting else "idle"

@@ -137,7 +137,7 @@ class Keeping:
     def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
         assert self._kept is not None
         state, owner = self._state, self._exchange.caller.owner
-        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_digest)
+        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_key)
         hashes = _block_hashes(state, root, self.prompt)
         self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
@@ -401,7 +401,7 @@ def _opening_of(stored: StoredResponse, what: str) -> Opening:
 # ---- the present state of a response -------------------------------------------------------------------------------
 
 
-async def _current(state: AppState, exchange: Exchange, stored: StoredResponse) -> ResponseObject:
+async def _current(state: AppState, exchange: GenerationExchange, stored: StoredResponse) -> ResponseObject:
     """Returns a response as it is now. A background response whose run is lost is run again."""
     response = stored.response
     if stored.opening is None:
@@ -418,7 +418,7 @@ async def _current(state: AppState, exchange: Exchange, stored: StoredResponse) 
         return response
 
 
-async def _running(state: AppState, exchange: Exchange, kept: KeptResponses, opening: Opening) -> Recording:
+async def _running(state: AppState, exchange: GenerationExchange, kept: KeptResponses, opening: Opening) -> Recording:
     """Returns the recording of a background response. If no process has it, begins it again, with a new deadline, once
     its model is loaded.
 

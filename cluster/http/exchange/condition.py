@@ -14,10 +14,13 @@ Stage = Literal["unloaded", "loading", "loaded", "failed"]
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """The stage of one of several models. `reason` says why it is not loaded."""
+    """The stage of one of several models."""
 
     stage: Stage
     reason: str = ""
+    """The reason why it is not loaded, or why the last change of a loaded one had no effect."""
+    is_updating: bool = False
+    """Whether engines of a loaded model are being replaced by ones with other options."""
 
     def check(self, model: str) -> None:
         """Refuses with 503 a request to a model that has failed."""

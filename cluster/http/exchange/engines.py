@@ -30,6 +30,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens that stay in the text."""
     thinking: list[ThinkingSection | None] = []
     """The thinking section of each prompt, where prompts of one body may differ in it."""
+    scored_from: list[int] = []
+    """The position, at least 1, of the first token of each prompt whose log-probability is wanted; empty if all are.
+    The tokens before it may be read from a prefix cache.
+    """
 
     def of_prompt(self, number: int) -> EngineRequest:
         """Returns the request to an engine for one of the prompts."""
@@ -37,7 +41,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.thinking:
             params = msgspec.structs.replace(params, thinking=self.thinking[number])
         return msgspec.structs.replace(
-            self.engine, request_id=request_id, prompt_token_ids=self.prompts[number], params=params
+            self.engine,
+            request_id=request_id,
+            prompt_token_ids=self.prompts[number],
+            params=params,
+            num_prompt_logprobs=self.scored_from[number] - 1 if self.scored_from else 0,
         )
 
 

@@ -100,8 +100,8 @@ class GenerationExchange:
         """Set if the request came on a WebSocket connection, which remembers its latest response."""
         self.adapter = ""
         """Name of the adapter that computes the answer; empty for the model alone."""
-        self.adapter_digest = ""
-        """The digest of its values."""
+        self.adapter_key = ""
+        """Its key (`AdapterKey.text`)."""
         self.span: Span | None = None
         """Span of the request; None if it is not traced."""
         self._remaining_s = remaining_s

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from manta.cluster.engine.adapter_table import AppliedAdapter
+
 Tell = Callable[[Collection[str]], None]
 """Function that gets the names of the loaded adapters whenever they change."""
 
@@ -19,6 +21,11 @@ class LoadedAdapters(Protocol):
     @property
     def paths(self) -> Mapping[str, str]:
         """The folder of each adapter, by name."""
+        ...
+
+    @property
+    def applied(self) -> AppliedAdapter | None:
+        """The adapter of requests that name the model itself; None if they have none."""
         ...
 
     @property
@@ -41,6 +48,10 @@ class LoadedAdapters(Protocol):
         `in_place` it may take the place of the adapter of this name. Raises `ServingError` if it cannot be loaded, and
         nothing has changed then.
         """
+        ...
+
+    async def apply(self, applied: AppliedAdapter | None) -> None:
+        """Lets later requests that name the model itself have an adapter, or none. Returns when every ingress knows."""
         ...
 
     async def unload(self, name: str) -> None:

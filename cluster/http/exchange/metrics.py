@@ -34,6 +34,13 @@ disable_created_metrics()
 _LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 
+TAKEOVER_PHASES = ("notice", "place", "compute")
+"""Phases of a request's way from one engine to another, in this order:
+
+- from the last output to the moment at which the ingress knows that the engine is lost,
+- from there until another engine has the request, with all calls in vain,
+- from there to its first output, with its wait in the queue and the tokens that are computed again.
+"""
 _GRAMMAR_POOL = (
     ("num_sessions", "sessions", "Running sequences with a grammar."),
     ("num_slots_in_use", "slots_in_use", "Mask slots in use."),
@@ -90,6 +97,15 @@ class Metrics:
         self.continuations = own(
             Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
         )
+        takeovers = Histogram(
+            "manta:takeover_seconds",
+            "Pauses of streams that went on on another engine, by phase: until the loss is noticed (notice), until "
+            "another engine has the request (place), and until its first token (compute).",
+            ["model_name", *replica_label, "phase"],
+            registry=self._own,
+            buckets=_LATENCY_BUCKETS_S,
+        )
+        self._takeovers = {phase: takeovers.labels(*self._labels(replica), phase) for phase in TAKEOVER_PHASES}
         self.ignored_fields = own(Counter, "ignored_fields", "Fields of bodies that had no effect.")
         self._requests, self._sequences = (
             Counter(f"manta:{name}", text, ["model_name", *replica_label, "finished_reason"], registry=self._own)
@@ -181,7 +197,7 @@ class Metrics:
         self._configurations = labelled(
             Gauge, "engine_configurations", "Different configurations of engines; more than 1 during an update."
         )
-        self._engines_serving = labelled(Gauge, "engines_serving", "Engines that answer and have not failed.")
+        self._engines_serving = labelled(Gauge, "engines_serving", "Engines that answer and compute steps.")
         self._engines_wanted = labelled(Gauge, "engines_wanted", "Engines that should serve at any time.")
         self._cache_config = Gauge(
             "manta:cache_config_info",
@@ -240,6 +256,11 @@ class Metrics:
 
     def request_ended(self, reason: FinishStatus) -> None:
         self._requests.labels(*self._labels(self.replica), reason.value).inc()
+
+    def took_over(self, seconds: dict[str, float]) -> None:
+        """Counts a takeover, with the seconds of each phase."""
+        for phase, each in seconds.items():
+            self._takeovers[phase].observe(each)
 
     def sequence_ended(self, reason: FinishStatus) -> None:
         self._sequences.labels(*self._labels(self.replica), reason.value).inc()

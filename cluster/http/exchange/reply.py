@@ -196,6 +196,13 @@ class Reply:
             message = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
             await self._send(message)
 
+    async def send_events(self, events: AsyncIterator[bytes]) -> None:
+        """Sends server-sent events as they come, each after the one before was taken. The client has no deadline."""
+        await self._start(200, EVENTS.media_type, [(b"cache-control", b"no-cache")])
+        async for event in events:
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def send_pieces(self, pieces: AsyncIterator[bytes], num_bytes: int, content_type: str) -> None:
         """Sends content that is never in memory as a whole, `num_bytes` in all."""
         await self._start(200, content_type, [(b"content-length", str(num_bytes).encode())])

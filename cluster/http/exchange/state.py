@@ -23,7 +23,7 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
-from manta.cluster.http.access.request_admission import Admission, Body, Caller
+from manta.cluster.http.access.request_admission import Admission, Caller
 from manta.cluster.http.exchange.apart import Apart
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
@@ -95,8 +95,8 @@ class Route:
     _: dataclasses.KW_ONLY
     alias: str | None = None
     """Another path at which it is found, as on other servers."""
-    body: type[Body] | None = None
-    """Type to which the body is decoded and checked before the handler is called."""
+    body: type[Any] | None = None
+    """Type to which the body is decoded and checked before the handler is called: a `Body`, or a list."""
     answer: Any = None
     """Type of the JSON answer, if there is one."""
     form: type | None = None
@@ -192,8 +192,7 @@ class AppState:
         self.metrics = metrics
         self.loaded_adapters: LoadedAdapters | None = None
         """The adapters that operators load; None if the configuration lets nobody load any. `use_adapters` sets it."""
-        self.condition: Condition | None = None
-        """How one of several models fares. None for the only model of an address."""
+        self._condition: Condition | None = None
         self.is_on_demand = False
         """Whether requests load the model. `cluster/serve/fleet/` sets it."""
         self._model: ModelInfo | None = None
@@ -209,6 +208,17 @@ class AppState:
         state.admission = self.admission.of_model(config)
         state._serve(config, tokenizer, engines, metrics)
         return state
+
+    @property
+    def condition(self) -> Condition | None:
+        """How one of several models fares. None for the only model of an address."""
+        return self._condition
+
+    @condition.setter
+    def condition(self, condition: Condition) -> None:
+        if condition != self._condition:
+            self._condition = condition
+            self.models.tell_news()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -269,14 +279,14 @@ class AppState:
 
     @contextlib.asynccontextmanager
     async def in_use(self, exchange: GenerationExchange) -> AsyncIterator[AppState]:
-        """Yields the state of this model once it is loaded. A model on demand stays loaded until the end of the `async
-        with`.
-        """
-        if self.loader is None:
-            yield self
+        """Yields the state of this model once it is loaded. The model stays until the end of the `async with`."""
+        if self.loader is not None:
+            async with self.loader.use(self.model_name, exchange.caller.sharer, exchange.remaining_s):
+                yield self.models.named(self.model_name)
             return
-        async with self.loader.use(self.model_name, exchange.caller.sharer, exchange.remaining_s):
-            yield self.models.named(self.model_name)
+        models = self.models.on_demand
+        with contextlib.nullcontext() if models is None else models.using(self.model_name):
+            yield self
 
     def all_metrics(self) -> list[Metrics]:
         """Returns the metrics of the server, and those of each of several models."""
@@ -336,9 +346,7 @@ class AppState:
         self._model = None
 
     async def adapter_digest(self, name: str) -> str:
-        """Returns the digest of an adapter's values; empty for the model alone."""
-        if not name:
-            return ""
+        """Returns the digest of an adapter's values."""
         digest = None if self.loaded_adapters is None else self.loaded_adapters.digest_of(name)
         if digest is not None:
             return digest
@@ -360,10 +368,12 @@ class Models:
     def __init__(self, default_model: str | None = None) -> None:
         self._default = default_model
         self.on_demand: OnDemand | None = None
-        """Loads models on demand. `cluster/serve/` sets it if there are any."""
+        """Loads models on demand and changes the list of models. `cluster/serve/` sets it for an address of several."""
         self._states: dict[str, AppState] = {}
         self._owners: dict[str, str] = {}
         """Name of the model of each name and alias."""
+        self.news = asyncio.Event()
+        """Set when a model comes, goes or fares otherwise. From then on there is another event."""
 
     def __iter__(self) -> Iterator[AppState]:
         return iter(list(self._states.values()))
@@ -384,6 +394,11 @@ class Models:
         self._states[state.model_name] = state
         self.note_names()
 
+    def tell_news(self) -> None:
+        """Wakes up whoever follows the models."""
+        self.news.set()
+        self.news = asyncio.Event()
+
     async def settle(self) -> None:
         """Lets models whose adapters other processes may have changed unnoticed learn which ones are loaded."""
         for state in self:
@@ -394,6 +409,7 @@ class Models:
         """Removes a model by its name, if there is one. Requests under way keep its state."""
         self._states.pop(name, None)
         self.note_names()
+        self.tell_news()
 
     def note_names(self) -> None:
         """Finds out whose each name is, after the names of a model have changed. Of two models that have one, it is the

@@ -19,10 +19,11 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
+from manta.cluster.engine.adapter_table import AdapterTable, AppliedAdapter, LoadedAdapter
 from manta.cluster.errors import Unavailable, error_of, refuse
 from manta.cluster.serve.adapters import adapter_registry
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
+from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
@@ -40,8 +41,8 @@ SETTLING_S = 10.0
 yet.
 """
 
-Change = Callable[[dict[str, LoadedAdapter]], None]
-"""Function that changes a copy of the loaded adapters. Raises `ServingError` if they cannot be changed so."""
+Change = Callable[[AdapterTable], AdapterTable]
+"""Function that returns the next table. Raises `ServingError` if the table cannot be changed so."""
 
 
 class AdapterEngines(Protocol):
@@ -109,11 +110,16 @@ class AdapterDirectory:
         self._table = AdapterTable()
         self._is_read = False
         self._following: asyncio.Task[None] | None = None
+        self._reading = SharedCall(self._read_table)
         self._settled = time.monotonic() + settling_s
 
     @property
     def paths(self) -> Mapping[str, str]:
         return {name: each.path for name, each in self._table.loaded.items()}
+
+    @property
+    def applied(self) -> AppliedAdapter | None:
+        return self._table.applied
 
     @property
     def is_settling(self) -> bool:
@@ -124,6 +130,9 @@ class AdapterDirectory:
         return None if loaded is None else loaded.digest
 
     async def refresh(self) -> None:
+        await self._reading()
+
+    async def _read_table(self) -> None:
         self._take(await asyncio.to_thread(self._registry.read))
 
     async def follow(self) -> None:
@@ -152,21 +161,26 @@ class AdapterDirectory:
     async def load(self, name: str, path: str, in_place: bool) -> None:
         found = await self._read_everywhere(path)
 
-        def put(loaded: dict[str, LoadedAdapter]) -> None:
-            if name in loaded and not in_place:
+        def put(table: AdapterTable) -> AdapterTable:
+            if name in table.loaded and not in_place:
                 refuse("name_taken", "lora_name", name, "an adapter that is loaded", "send load_inplace: true")
-            loaded[name] = found
+            return self._with_loaded(table, {**table.loaded, name: found})
 
         await self._change(put)
         logger.info("the adapter %r has the values %s, from %s", name, found.digest, found.path)
 
     async def unload(self, name: str) -> None:
-        def remove(loaded: dict[str, LoadedAdapter]) -> None:
-            if loaded.pop(name, None) is None:
-                refuse("unknown_model", "lora_name", name, tuple(loaded) or "no adapter")
+        def remove(table: AdapterTable) -> AdapterTable:
+            if name not in table.loaded:
+                refuse("unknown_model", "lora_name", name, tuple(table.loaded) or "no adapter")
+            return self._with_loaded(table, {other: each for other, each in table.loaded.items() if other != name})
 
         await self._change(remove)
         logger.info("the adapter %r is unloaded", name)
+
+    async def apply(self, applied: AppliedAdapter | None) -> None:
+        await self._change(lambda table: table.applying(applied))
+        logger.info("requests that name the model have the adapter %r", applied)
 
     async def _read_everywhere(self, path: str) -> LoadedAdapter:
         """Returns what every engine has found in a folder. Raises `ServingError` if one refuses it, if they differ, or
@@ -185,13 +199,13 @@ class AdapterDirectory:
             refuse("unfit", "lora_path", path, remedy=remedy, cause=cause)
         return next(iter(found))
 
+    def _with_loaded(self, table: AdapterTable, loaded: Mapping[str, LoadedAdapter]) -> AdapterTable:
+        return table.changed(loaded, time.time(), self._keep_s)
+
     async def _change(self, change: Change) -> None:
         """Changes the table for everybody. Once it is changed, a client that leaves stops nothing."""
         while True:
-            table = await asyncio.to_thread(self._registry.read)
-            loaded = dict(table.loaded)
-            change(loaded)
-            changed = table.changed(loaded, time.time(), self._keep_s)
+            changed = change(await asyncio.to_thread(self._registry.read))
             if await asyncio.shield(asyncio.ensure_future(self._publish(changed))):
                 return
 

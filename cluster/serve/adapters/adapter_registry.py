@@ -1,7 +1,5 @@
-"""Keeps the table of loaded adapters in the store in which Serve's controller keeps its applications, Ray's GCS.
-
-So the table outlives engines, ingresses and the controller, and is lost only with the applications themselves. Each
-version is an object of its own, which is created once: of two changes at the same time one fails, and is made again.
+"""Keeps the table of loaded adapters in Ray's GCS (`cluster/serve/starting/kept_versions.py`), where it outlives
+engines, ingresses and Serve's controller.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 import ray
-from ray.experimental import internal_kv
 
 from manta.cluster.engine.adapter_table import AdapterTable
+from manta.cluster.serve.starting.kept_versions import KeptVersions
 
 _NAMESPACE = "manta-adapters"
 
@@ -41,33 +39,15 @@ class GcsRegistry:
     """
 
     def __init__(self, application: str, model: str) -> None:
-        self._prefix = f"{_hashed(application, model)}/"
+        self._versions = KeptVersions(_NAMESPACE, _hashed(application, model))
         self.server = _hashed(ray.get_runtime_context().get_session_name(), application, model)
 
     def read(self) -> AdapterTable:
-        while versions := self._versions():
-            stored = internal_kv._internal_kv_get(self._key(max(versions)), namespace=_NAMESPACE)
-            if stored is not None:  # else it was removed, because there is a later one
-                return msgspec.json.decode(stored, type=AdapterTable)
-        return AdapterTable()
+        _, stored = self._versions.latest()
+        return AdapterTable() if stored is None else msgspec.json.decode(stored, type=AdapterTable)
 
     def replace(self, table: AdapterTable) -> bool:
-        stored = msgspec.json.encode(table)
-        if internal_kv._internal_kv_put(self._key(table.version), stored, overwrite=False, namespace=_NAMESPACE):
-            return False
-        versions = self._versions()
-        is_latest = table.version >= max(versions)  # else later ones came and removed the one of this version
-        for version in versions:
-            if version < max(versions):
-                internal_kv._internal_kv_del(self._key(version), namespace=_NAMESPACE)
-        return is_latest
-
-    def _versions(self) -> list[int]:
-        keys = internal_kv._internal_kv_list(self._prefix, namespace=_NAMESPACE)
-        return [int(key.decode().removeprefix(self._prefix)) for key in keys]
-
-    def _key(self, version: int) -> str:
-        return f"{self._prefix}{version}"
+        return self._versions.put(table.version, msgspec.json.encode(table))
 
 
 def open_registry(application: str, model: str) -> AdapterRegistry:

@@ -64,7 +64,8 @@ class Frame(msgspec.Struct, array_like=True):
     outputs: list[SequenceOutput]
     report: Report | None = None
     is_away: bool = False
-    """Whether the engine is rebuilding its ranks. Its requests should continue on another engine, if there is one."""
+    """Whether the engine completes no step for some seconds. Its requests should continue on another one, if possible.
+    """
     kept: list[FromKeeper] = []
     """Messages of the keeper of recordings in the engine's process."""
 
@@ -107,7 +108,7 @@ class Connection:
         self.stream_format = ""
         """Format of messages that the keeper at the other end understands."""
         self.is_away = False
-        """Whether the engine at the other end last said that it is rebuilding its ranks."""
+        """Whether the engine at the other end last said that it completes no step for some seconds."""
         self.has_sent = False
         """Whether a frame was sent since the last `OutputSender.beat`."""
         self._reader = reader
@@ -250,8 +251,8 @@ class OutputSender:
     """The engine's end, with one connection per ingress, opened at the ingress's first request or before.
 
     `replica` is the engine's name and `node` the id of its Ray node. `take_report` returns the report that an ingress
-    gets beside its outputs. `is_away` says whether the engine is rebuilding its ranks. `on_keep` gets the messages for
-    the keeper of recordings.
+    gets beside its outputs. `is_away` says whether the engine completes no step for some seconds. `on_keep` gets the
+    messages for the keeper of recordings.
     """
 
     def __init__(

@@ -39,6 +39,7 @@ from manta.structured.constraint import ConstraintSpec, Resolved
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.structured.visible_text import say
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.model_info import ModelInfo
 from manta.workers.phases import Phases
 from manta.workers.ranks.rank_worker import ReadAdapter
@@ -113,7 +114,7 @@ class EngineReplica:
             self._thread.finish,
             self._on_lost_ingress,
             self._reporter.take,
-            is_away=lambda: self.engine.is_rebuilding,
+            is_away=lambda: self.engine.is_away,
             on_keep=lambda address, message: self._keeper.receive(address, message),
         )
         self._keeper = Keeper(self._sender.send_kept)
@@ -179,11 +180,11 @@ class EngineReplica:
             self._calls.discard(call)
 
     async def _beat(self) -> None:
-        """Sends heartbeats while a call is open, and until the ingresses know that the engine has rebuilt its ranks."""
+        """Sends heartbeats while a call is open, and until the ingresses know that the engine completes steps again."""
         is_away = False
         while self._calls or is_away:
             await asyncio.sleep(BEAT_S)
-            is_away = self.engine.is_rebuilding
+            is_away = self.engine.is_away
             self._sender.beat()
         self._beating = None
 
@@ -253,12 +254,20 @@ class EngineReplica:
     async def _hold_and_add(self, adapters: ReplicaAdapters, running: Running, constraint: Resolved | None) -> None:
         adapter: ReadAdapter | None = None
         try:
-            while not await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
-                if adapter is None:
-                    adapter = await adapters.find(running.request.adapter)
-                else:
+            while True:
+                try:
+                    if await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
+                        return
+                    if adapter is None:
+                        adapter = await adapters.find(AdapterKey.of(running.request.adapter).digest)
+                        continue
                     self._lacks_room = True
-                    await asyncio.sleep(ROOM_POLL_S)
+                except ConnectionError as error:  # a rank has died; its successor reads the adapter again
+                    if self._thread.failure is not None:
+                        raise EngineFailed(self._thread.failure) from error
+                    adapter = None
+                    self._thread.check_ranks()
+                await asyncio.sleep(ROOM_POLL_S)
         finally:
             self._lacks_room = False
 

@@ -103,6 +103,9 @@ class PoolingReplica:
     async def connect(self, address: Any) -> None:
         """Does nothing: no tokens go from here to an ingress."""
 
+    async def drop_kept(self, hashes: list[bytes]) -> None:
+        """Does nothing: a model that pools keeps no prefixes."""
+
     async def model(self) -> ModelInfo:
         return self.engine.model
 

@@ -15,6 +15,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
 from manta.cluster.engine.engine import Engine
 from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
+from manta.cluster.named_paths import paths_below
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
 from manta.cluster.serve.engine.step_thread import StepThread
 from manta.cluster.serve.starting.start_failure import in_words
@@ -41,6 +42,7 @@ class ReplicaAdapters:
         self._engine = engine
         self._thread = thread
         self._registry = registry
+        engine.adapters.find = self._find
         self._copies = AdapterCopies(registry.server, config.max_adapter_bytes)
         self._table = AdapterTable()
         self._loading: dict[str, float] = {}
@@ -114,15 +116,20 @@ class ReplicaAdapters:
                 refuse("over_limit", "lora_path", adapter.num_bytes, room, remedy, unit="bytes")
             self._loading[adapter.digest] = time.monotonic() + LOADING_S
             self._copies.keep(folder, adapter.digest)
+            self._thread.call(self._engine.adapters.hold, adapter).result()
         except ModelError as error:
             refuse("unfit", "lora_path", path, cause=str(error))
+        except ConnectionError as error:
+            remedy = "load it again when the engine has restarted its ranks"
+            refuse("unavailable", "lora_path", cause=f"a rank of the engine is lost: {in_words(error)}", remedy=remedy)
         except OSError as error:
             refuse("unavailable", "lora_path", cause=f"the adapter cannot be copied to the cache: {in_words(error)}")
-        self._thread.call(self._engine.adapters.hold, adapter).result()
         return LoadedAdapter(str(folder), adapter.digest)
 
     async def find(self, digest: str) -> ReadAdapter:
-        """Reads the adapter with these values. Raises `RequestRefused` if they are gone."""
+        """Reads the adapter with these values. Raises `RequestRefused` if they are gone, and `ConnectionError` if a
+        rank is.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._reader, self._find, digest)
 
     def _find(self, digest: str) -> ReadAdapter:
@@ -148,6 +155,8 @@ class ReplicaAdapters:
                     if folder != copy:
                         self._copies.keep(folder, digest)
                     return adapter
+            except ConnectionError:
+                raise
             except (ModelError, OSError) as error:
                 logger.warning("%s cannot be served: %s", folder, error)
         return None
@@ -159,15 +168,7 @@ def resolve_adapter(path: str, roots: tuple[str, ...]) -> pathlib.Path:
 
     Refuses a path that leads out of the roots, whether or not anything is there, and one where neither is.
     """
-    real_roots = [os.path.realpath(root) for root in roots]
-    inside = [
-        real
-        for real in (os.path.realpath(os.path.join(root, path)) for root in roots)
-        if any(os.path.commonpath((real, root)) == root for root in real_roots)
-    ]
-    if not inside:
-        remedy = "name a folder below one of engine.adapter_roots"
-        refuse("not_allowed", "lora_path", path, roots, remedy)
+    inside = paths_below(path, roots, "lora_path", "name a folder below one of engine.adapter_roots")
     found = next((each for each in inside if os.path.isdir(each) or _is_gguf(each)), None)
     if found is None:
         refuse("unknown_object", "lora_path", path, unit="folder of an adapter")

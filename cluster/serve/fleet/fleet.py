@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import ray
@@ -20,7 +20,9 @@ from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
 from manta.cluster.serve.adapters.adapter_directory import open_directory, tell_nobody
+from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.fleet.found import FoundModel, found_models, with_unloaded
+from manta.cluster.serve.fleet.model_changes import ModelChanges, no_changes
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.recorded.streams import RecordedStreams
 from manta.cluster.serve.requests.engine_client import ENGINE, EngineClient
@@ -68,8 +70,21 @@ class _Member:
         """Set if the model cannot be served here however its engines fare."""
         self.handle = handle
         """The handle of the engines; None without a client."""
+        self.has_adapters = False
+        """Whether the adapters that operators load are served."""
         self.asking: asyncio.Task[None] | None = None
         """Asks the engines for the model's properties; None before they have loaded."""
+
+
+class _Prepared(NamedTuple):
+    """A model's files and handle, as this process needs them."""
+
+    tokenizer: Tokenizer | None
+    """None if the model cannot be served here, or has no engines now."""
+    fault: Condition | None
+    """The reason why it cannot be served here."""
+    handle: Any
+    """The handle of its engines; None without a tokenizer."""
 
 
 class Table(Protocol):
@@ -89,8 +104,8 @@ class Fleet:
       several.
     - `streams` records streams; None records none.
     - `on_demand` are the models that the table has whether they are loaded or not.
-    - `find` returns the models of an address, some of whose applications are served already, and `handle_of` the handle
-      of a deployment of an application.
+    - `find` returns the models of an address, some of whose applications are served already, `changes` what operators
+      have changed of them, and `handle_of` the handle of a deployment of an application.
     - `tell_others` makes the other processes that serve call `refresh_adapters`.
     """
 
@@ -104,6 +119,7 @@ class Fleet:
         on_demand: Iterable[ServedModel] = (),
         client: type[EngineClient] = EngineClient,
         find: Callable[[str, Collection[str]], list[FoundModel]] = found_models,
+        changes: Callable[[], ModelChanges] = no_changes,
         handle_of: Callable[[str, str], Any] = serve.get_deployment_handle,
         tell_others: Callable[[], Awaitable[None]] = tell_nobody,
     ) -> None:
@@ -115,10 +131,13 @@ class Fleet:
         self._on_demand = tuple(on_demand)
         self._client_type = client
         self._find = find
+        self._changes = changes
         self._handle_of = handle_of
         self._tell_others = tell_others
         self._members: dict[str, _Member] = {}
-        self._looking = asyncio.Lock()
+        self._retiring: dict[EngineClient, str] = {}
+        """Clients of engines that requests still use, and the names of their models, which have left the table."""
+        self._looking = SharedCall(self._look)
         self._shares = ClientShares(config.streams.max_bytes, config.streams.max_client_bytes, drops_own=True)
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,7 +155,10 @@ class Fleet:
     def is_running(self, name: str) -> bool:
         """Returns whether engines work for this process, also for clients that have left."""
         member = self._members.get(name)
-        return member is not None and member.client is not None and bool(member.client.runs)
+        clients = [client for client, model in self._retiring.items() if model == name]
+        if member is not None and member.client is not None:
+            clients.append(member.client)
+        return any(client.runs for client in clients)
 
     async def start(self) -> None:
         """Brings the table up to date, and keeps it so from now on. Later calls do nothing."""
@@ -154,35 +176,71 @@ class Fleet:
 
     async def look(self) -> None:
         """Makes the table like what Serve tells now."""
-        async with self._looking:
-            told = with_unloaded(
-                await asyncio.to_thread(self._find, self._address, self.applications.keys()), self._on_demand
-            )
-            found = {each.model.model_name: each for each in told}
-            for name in self._members.keys() - found.keys():
-                self._remove(name)
-            for name, each in found.items():
-                await self._update(name, each)
+        await self._looking()
 
-    async def _update(self, name: str, found: FoundModel) -> None:
+    async def _look(self) -> None:
+        told = {each.model.model_name: each for each in await asyncio.to_thread(self._told)}
+        for name in self._members.keys() - told.keys():
+            self._remove(name)
+        new = {name: found for name, found in told.items() if self._is_new(name, found)}
+        for name in told.keys() - new.keys():
+            member = self._members[name]
+            self._tell(member, msgspec.structs.replace(told[name], model=member.found.model))
+        prepared = await asyncio.gather(*map(self._prepare, new.values()), return_exceptions=True)
+        for (name, found), each in zip(new.items(), prepared, strict=True):
+            if isinstance(each, _Prepared):
+                self._put(name, found, each)
+            else:
+                logger.warning("the model %s is not served yet: %s", name, in_words(each))
+        members = [member for member in self._members.values() if not member.has_adapters]
+        await asyncio.gather(*map(self._use_adapters, members))
+
+    def _told(self) -> list[FoundModel]:
+        """Returns the models that Serve tells, without those that operators have removed and with those on demand."""
+        found, changes = self._find(self._address, self.applications.keys()), self._changes()
+        listed = changes.placed(self._on_demand)
+        return with_unloaded(
+            (each for each in found if each.model.model_name not in changes.removed),
+            (model for model in listed if model.on_demand),
+        )
+
+    def _is_new(self, name: str, found: FoundModel) -> bool:
+        """Returns whether a model is not in the table as it was found: it comes, it has other engines, or all its
+        engines have other options.
+        """
         member = self._members.get(name)
         if member is None or member.found.application != found.application:
-            await self._add(name, found, member)
-        elif found.is_settled and found.model != member.found.model:
-            await self._change(name, member, found)
-        else:
-            self._tell(member, msgspec.structs.replace(found, model=member.found.model))
+            return True
+        return found.is_settled and found.model != member.found.model
 
-    async def _add(self, name: str, found: FoundModel, before: _Member | None) -> None:
+    async def _prepare(self, found: FoundModel) -> _Prepared:
+        """Reads what a model needs here, from files and from Serve."""
+        if not found.application:
+            return _Prepared(None, None, None)
+        tokenizer, fault = await self._tokenizer(self._config.of_model(found.model))
+        handle = None
+        if tokenizer is not None and self._client_of(found) is None:
+            handle = await asyncio.to_thread(self._handle_of, ENGINE, found.application)
+        return _Prepared(tokenizer, fault, handle)
+
+    def _client_of(self, found: FoundModel) -> EngineClient | None:
+        """Returns the client of a model's engines, if this process has one."""
+        member = self._members.get(found.model.model_name)
+        return member.client if member is not None and member.found.application == found.application else None
+
+    def _put(self, name: str, found: FoundModel, prepared: _Prepared) -> None:
+        before, client = self._members.get(name), self._client_of(found)
+        if before is not None and client is not None and prepared.tokenizer is not None:
+            self._change(before, found, prepared.tokenizer, client)
+        else:
+            self._add(name, found, before, prepared)
+
+    def _add(self, name: str, found: FoundModel, before: _Member | None, prepared: _Prepared) -> None:
         """Adds a model to the table, or puts it in the place of what it was `before`, which requests under way keep."""
-        config = self._config.of_model(found.model)
-        tokenizer, fault = await self._tokenizer(config) if found.application else (None, None)
+        config, tokenizer = self._config.of_model(found.model), prepared.tokenizer
         metrics = Metrics(name, self._replica) if before is None else before.state.metrics
         metrics.show_options(config)
-        handle = client = None
-        if tokenizer is not None:
-            handle = await asyncio.to_thread(self._handle_of, ENGINE, found.application)
-            client = self._client(handle, found, config, tokenizer, metrics)
+        client = None if tokenizer is None else self._client(prepared.handle, found, config, tokenizer, metrics)
         if before is not None:
             self._let_go(name, before)
         if client is not None and self._streams is not None:
@@ -190,8 +248,7 @@ class Fleet:
         engines: Engines = AllEngines(Models()) if client is None else client
         state = self._table.add_model(config, tokenizer, engines, metrics)
         state.is_on_demand = found.model.on_demand
-        await self._use_adapters(state, client)
-        member = self._members[name] = _Member(found, state, client, fault, handle)
+        member = self._members[name] = _Member(found, state, client, prepared.fault, prepared.handle)
         self._tell(member, found)
         if found.application:
             logger.info("the model %s is served from the application %s", name, found.application)
@@ -209,28 +266,26 @@ class Fleet:
             functools.partial(is_removed, found.application),
         )
 
-    async def _change(self, name: str, member: _Member, found: FoundModel) -> None:
+    def _change(self, member: _Member, found: FoundModel, tokenizer: Tokenizer, client: EngineClient) -> None:
         """Takes the new options of a model, whose engines have been replaced by now. Its streams go on."""
         config = self._config.of_model(found.model)
-        tokenizer, _ = await self._tokenizer(config)
-        if member.client is None or tokenizer is None:
-            await self._add(name, found, member)
-        else:
-            member.client.tokenizer = tokenizer
-            member.client.metrics.show_options(config)
-            member.state = self._table.add_model(config, tokenizer, member.client, member.client.metrics)
-            member.state.is_on_demand = found.model.on_demand
-            await self._use_adapters(member.state, member.client)
-            self._tell(member, found)
+        client.tokenizer = tokenizer
+        client.metrics.show_options(config)
+        client.hold_at_most(config.engine.max_num_waiting)
+        member.state = self._table.add_model(config, tokenizer, client, client.metrics)
+        member.state.is_on_demand = found.model.on_demand
+        member.has_adapters = False
+        self._tell(member, found)
 
-    async def _use_adapters(self, state: AppState, client: EngineClient | None) -> None:
+    async def _use_adapters(self, member: _Member) -> None:
         """Serves the adapters that operators load for a model."""
-        if client is None:
-            return
-        client.loaded_adapters = open_directory(state.config, client, self._tell_others)
-        state.use_adapters(client.loaded_adapters)
-        if client.loaded_adapters is not None:
-            await client.loaded_adapters.follow()
+        state, client = member.state, member.client
+        if client is not None:
+            client.loaded_adapters = open_directory(state.config, client, self._tell_others)
+            state.use_adapters(client.loaded_adapters)
+            if client.loaded_adapters is not None:
+                await client.loaded_adapters.follow()
+        member.has_adapters = True
 
     async def refresh_adapters(self) -> None:
         """Learns which adapters are loaded."""
@@ -247,8 +302,9 @@ class Fleet:
 
     def _tell(self, member: _Member, found: FoundModel) -> None:
         """Notes how a model fares. Of one that has just loaded its properties are asked, for the list of models."""
-        member.found, member.state.condition = found, member.fault or found.condition
-        is_unknown = member.state.condition.stage == "loaded" and member.state.known_model is None
+        condition = member.fault or found.condition
+        member.found, member.state.condition = found, condition
+        is_unknown = condition.stage == "loaded" and member.state.known_model is None
         if is_unknown and (member.asking is None or member.asking.done()):
             member.asking = self._begin(self._ask(member.state))
 
@@ -263,6 +319,7 @@ class Fleet:
         if self._streams is not None:
             self._streams.remove(name)
         if member.client is not None:
+            self._retiring[member.client] = name
             self._begin(self._retire(member.client, member.handle))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -279,5 +336,6 @@ class Fleet:
         """Closes the client of a model that is gone, when its last requests have ended, and its handle."""
         while client.runs:
             await asyncio.sleep(LOOK_S)
+        del self._retiring[client]
         await client.close()
         await handle.shutdown_async()  # an open handle wakes up ten times a second

@@ -89,7 +89,7 @@ def models_among(applications: Mapping[str, Any], address: str, served: Collecti
         if told is None or details["status"] == ApplicationStatus.DELETING:
             continue
         model = told.model
-        names = _names(model)
+        names = names_of(model)
         taken = [each for each in names if each in owners]
         if taken:
             _tell_once(f"the model of {name} is not served: {owners[taken[0]]} has its name {taken[0]!r}")
@@ -105,12 +105,12 @@ def with_unloaded(found: Iterable[FoundModel], models: Iterable[ServedModel]) ->
     another one has is left out.
     """
     every = list(found)
-    taken = {name for each in every for name in _names(each.model)}
-    unloaded = (model for model in models if taken.isdisjoint(_names(model)))
+    taken = {name for each in every for name in names_of(each.model)}
+    unloaded = (model for model in models if taken.isdisjoint(names_of(model)))
     return [*every, *(FoundModel("", model, Condition("unloaded"), is_settled=True) for model in unloaded)]
 
 
-def _names(model: ServedModel) -> tuple[str, ...]:
+def names_of(model: ServedModel) -> tuple[str, ...]:
     """Returns all names under which a model and its adapters are served."""
     return (*model.names, *model.engine.adapters)
 
@@ -146,10 +146,13 @@ def _tell_once(fault: str) -> None:
 def _condition(details: Mapping[str, Any]) -> Condition:
     engine = details["deployments"][ENGINE]
     states = {replica["state"] for replica in engine["replicas"]}
-    if ReplicaState.RUNNING in states:
-        return Condition("loaded")
     message = cause_of(engine["message"]) if engine["message"] else ""
-    if details["status"] == ApplicationStatus.DEPLOY_FAILED and ReplicaState.STARTING not in states:
+    has_failed = details["status"] == ApplicationStatus.DEPLOY_FAILED and ReplicaState.STARTING not in states
+    if ReplicaState.RUNNING in states and has_failed:
+        return Condition("loaded", f"it was not updated: {message or details['message']}")
+    if ReplicaState.RUNNING in states:
+        return Condition("loaded", is_updating=details["status"] == ApplicationStatus.DEPLOYING)
+    if has_failed:
         return Condition("failed", message or details["message"])
     if details["status"] == ApplicationStatus.RUNNING and not engine["replicas"]:
         return Condition("unloaded")

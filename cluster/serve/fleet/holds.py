@@ -1,7 +1,7 @@
-"""The models on demand that one process holds, an ingress or the runner of batches.
+"""The models that one process uses, an ingress or the runner of batches, and its side of the loader (`loader.py`).
 
-A process that holds a model uses it without asking anybody. For one that it does not hold, each request asks the loader
-(`loader.py`) and waits. The loader makes the process let go of a model before it leaves.
+A process that holds a model on demand uses it without asking anybody. For one that it does not hold, each request asks
+the loader and waits. The loader makes the process let go of a model before it leaves.
 
 Between the loader's answer and the moment when it arrives here, nobody would count the request. So the loader says how
 many requests wait at it, and if more ask here, some have got their answer or will: the model is in use.
@@ -13,10 +13,12 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
+from manta.cluster.config import ServedModel
 from manta.cluster.errors import ServingError, error_of, refuse
+from manta.cluster.serve.adapters.adapter_directory import tell_nobody
 from manta.cluster.serve.requests.engine_client import answer_of
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.visible_logs import logger_of
@@ -46,15 +48,23 @@ class Served(Protocol):
 
 
 class Holds:
-    """The models that the process `own_id` holds. `loader` is a handle, and `now` a clock in seconds. Implements
-    `manta.cluster.http.exchange.on_demand.OnDemand`.
+    """The models that the process `own_id` uses. `loader` is a handle, `now` is a clock in seconds. `tell_others` makes
+    the other processes that serve look for models. Implements `manta.cluster.http.exchange.on_demand.OnDemand`.
     """
 
-    def __init__(self, served: Served, loader: Any, own_id: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        served: Served,
+        loader: Any,
+        own_id: str,
+        now: Callable[[], float] = time.monotonic,
+        tell_others: Callable[[], Awaitable[None]] = tell_nobody,
+    ) -> None:
         self._served = served
         self._loader = loader
         self._own_id = own_id
         self._now = now
+        self._tell_others = tell_others
         self._held: set[str] = set()
         self._using: collections.Counter[str] = collections.Counter()
         """Requests that use each model."""
@@ -73,14 +83,40 @@ class Holds:
         try:
             yield
         finally:
-            self._using[name] -= 1
-            self._used[name] = self._now()
+            self._end_use(name)
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        self._using[name] += 1
+        try:
+            yield
+        finally:
+            self._end_use(name)
+
+    def _end_use(self, name: str) -> None:
+        self._using[name] -= 1
+        self._used[name] = self._now()
 
     async def load(self, name: str, timeout_s: float) -> None:
         await self._retried(lambda: self._call("begin_load", name, timeout_s), self._now())
 
     async def unload(self, name: str) -> None:
         await self._retried(lambda: self._call("begin_unload", name), self._now())
+
+    async def add(self, entry: ServedModel) -> None:
+        await self._change("add", entry)
+
+    async def update(self, name: str, fields: dict[str, Any]) -> None:
+        await self._change("update", name, fields)
+
+    async def remove(self, name: str) -> None:
+        await self._change("remove", name)
+
+    async def _change(self, method: str, *arguments: object) -> None:
+        """Has the loader change the list of models. Returns when all processes that serve know it."""
+        await self._retried(lambda: self._call(method, *arguments), self._now())
+        await self._served.look()
+        await self._tell_others()
 
     # ---- what the loader asks --------------------------------------------------------------------------------------
 

@@ -1,28 +1,31 @@
 """The loader deploys the models that are listed with an address, and decides which of those on demand are loaded. It is
 the one place that all ingresses of an address ask.
 
-Serve's state says what is loaded, because each loaded model is an application (`found.py`). The loader itself only
-knows who waits, so that one that replaces it goes on with what Serve tells. `holds.py` is the side of the ingresses.
-They ask for a model that they do not hold. The loader makes them let go of a model that is to leave, and deletes its
-application once no request uses it.
+Serve's state says what is loaded, because each loaded model is an application (`found.py`). Ray's store has what
+operators have changed of the list (`model_changes.py`). The loader itself only knows who waits, so that one that
+replaces it goes on with what these tell. `holds.py` is the side of the ingresses. They ask for a model that they do not
+hold. The loader makes them let go of a model that is to leave, and deletes its application once no request uses it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import itertools
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, NoReturn, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from manta.cluster.config import ServedModel
 from manta.cluster.errors import ServingError, error_of, refuse
 from manta.cluster.http.exchange.condition import Condition, Stage
-from manta.cluster.serve.fleet.found import FoundModel, application_name
+from manta.cluster.operated_models import changed_entry
+from manta.cluster.serve.fleet.found import FoundModel, application_name, names_of
+from manta.cluster.serve.fleet.listed_models import ListedModels
+from manta.cluster.serve.fleet.load_queue import LoadQueue
+from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.starting.start_failure import in_words
-from manta.structured.client_shares import ClientShares, HoldingLost, held
+from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -35,12 +38,12 @@ RETRY_FAILED_S = 60.0
 """Seconds after which a request may try again to load a model that has failed. Until then requests are refused with
 its reason, because files and memory rarely change within seconds.
 """
-UNMEASURED_LOAD_S = 10.0
-"""Assumed duration of a load, in seconds, before one was measured. Refusals tell it as the time to retry after."""
-MOST_WAITING = 4096
-"""Requests that may wait here, which clients share."""
-MOST_CLIENTS = 1024
-"""Clients whose last turn is remembered."""
+RETRY_DEPLOY_S, MAX_RETRY_DEPLOY_S = 2.0, 60.0
+"""Backoff in seconds after a deployment that Serve has refused, and its maximum; each further refusal doubles it."""
+MOST_LOADING_S = 600.0
+"""Seconds after which a model that still loads gives its place to others, although requests wait for it: its download
+hangs, no node has room for it, or its engines start again and again.
+"""
 OPERATOR = "operator"
 """Name under which loads by operators take turns with those of clients."""
 
@@ -56,11 +59,30 @@ class Told(NamedTuple):
     """Whether another loader takes this one's place, or the whole address ends."""
 
 
+class RefusedDeployment(NamedTuple):
+    """A model that Serve did not deploy."""
+
+    num_refusals: int
+    not_before: float
+    """Time of the next attempt in seconds, on the loader's clock."""
+    reason: str
+
+
 class Deployments(Protocol):
     """The loader's view of one address: it asks Serve, the ingresses and the engines, and gives them orders."""
 
     async def look(self) -> Told:
         """Asks Serve."""
+        ...
+
+    async def place(self, entry: ServedModel) -> ServedModel:
+        """Returns an entry as it is deployed, with threads, device and absolute paths. Raises `ValueError` if no node
+        has room for it.
+        """
+        ...
+
+    async def num_bytes(self, model: ServedModel) -> int:
+        """Returns the memory of a model's engines. Raises what the files raise, and `ValueError` if it is unknown."""
         ...
 
     async def deploy(self, model: ServedModel) -> None:
@@ -82,55 +104,46 @@ class Deployments(Protocol):
         ...
 
 
-class _Waiting:
-    """A request of the ingress `holder` that waits for a model."""
-
-    def __init__(self, name: str, client: str, holder: str, since: float) -> None:
-        self.name = name
-        self.client = client
-        self.holder = holder
-        self.since = since
-        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the model is loaded, or has failed with an error."""
-
-
 class Loader:
-    """Loads and unloads the `models` of the application `address`. Of those on demand at most `max_loaded` are there at
-    a time, those that are starting or leaving included, and each stays for `min_loaded_s` seconds. The others are
-    deployed at once and kept. `now` is a clock in seconds, and `step_s` are the seconds between two looks at Serve
-    while requests wait.
+    """Loads and unloads the `models` of the application `address`. Of those on demand at most `most` are there at a
+    time, those that are starting or leaving included, and each stays for `min_loaded_s` seconds. The others are
+    deployed at once and kept. `now` is a clock in seconds. `step_s` are the seconds between two looks at Serve while
+    requests wait.
     """
 
     def __init__(
         self,
         address: str,
-        models: Iterable[ServedModel],
-        max_loaded: int,
+        models: ListedModels,
+        most: Amount,
         min_loaded_s: float,
         deployments: Deployments,
         now: Callable[[], float] = time.monotonic,
         step_s: float = STEP_S,
     ) -> None:
         self._address = address
-        self._models = {model.model_name: model for model in models}
-        self._max_loaded = max_loaded
+        self._list = models
+        self._turn = asyncio.Lock()
+        """Held while the loader decides or the list changes."""
+        self._others: dict[str, str] = {}
+        """Models of each name of the address that are not in the list, as Serve told last."""
+        self._most = most
+        self._num_bytes: dict[str, int] = {}
+        """Memory of models by the names of their applications; empty if it is not bounded."""
         self._min_loaded_s = min_loaded_s
         self._deployments = deployments
         self._now = now
         self._step_s = step_s
         self._found: dict[str, FoundModel] = {}
-        """Models that the loader has deployed, as Serve told last."""
+        """Models of the list that have an application, as Serve told last."""
         self._leaving: frozenset[str] = frozenset()
         """Applications that Serve is deleting, which still take memory."""
         self._stages: dict[str, tuple[Stage, float]] = {}
         """Stage of each of `_found`, and since when."""
-        self._waiting: list[_Waiting] = []
-        """Requests that wait, oldest first."""
-        self._places = ClientShares(MOST_WAITING)
+        self._news = asyncio.Event()
+        self._waiting = LoadQueue(now, self._news)
         self._granted: dict[str, float] = {}
         """Time at which a request last got each model here."""
-        self._turns: dict[str, float] = {}
-        """Time at which each client last made a model load, oldest first."""
         self._closed: set[str] = set()
         """Busy models that take no new requests until another model has its turn."""
         self._unloading: set[str] = set()
@@ -139,8 +152,10 @@ class Loader:
         """Failed models that an operator loads again."""
         self._updated: set[str] = set()
         """Models that have got their present options here."""
-        self._load_s = UNMEASURED_LOAD_S
-        self._news = asyncio.Event()
+        self._refused: dict[str, RefusedDeployment] = {}
+        """Models that Serve refused to deploy at the last attempt."""
+        self._tell_once = functools.lru_cache(maxsize=256)(functools.partial(logger.warning, "%s"))
+        """Logs a text unless that was logged lately."""
         self._for_operators: dict[str, asyncio.Task[None]] = {}
         """Loads of models for operators, which wait for them."""
 
@@ -151,26 +166,13 @@ class Loader:
         with 503 if the model has failed, or is not loaded within `timeout_s`, and with 429 if too many requests of the
         client wait.
         """
+        await self._ensure_read()
         if name not in self._models:
-            refuse("unknown_model", "model", name, tuple(self._models) or "nothing")
+            raise self._unknown(name)
         try:
-            async with held(self._places, client) as place:
-                if not place.take(1):
-                    self._refuse_place(client)
-                await self._wait(_Waiting(name, client, holder, self._now()), timeout_s)
-        except HoldingLost:
-            self._refuse_place(client)
-
-    async def _wait(self, entry: _Waiting, timeout_s: float) -> None:
-        self._waiting.append(entry)
-        self._news.set()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await entry.loaded
+            await self._waiting.wait(name, client, holder, timeout_s)
         except TimeoutError:
-            self._refuse_late(entry.name, timeout_s)
-        finally:
-            self._waiting.remove(entry)
+            self._refuse_late(name, timeout_s)
 
     async def begin_load(self, name: str, timeout_s: float) -> None:
         """Loads a model for an operator, whom nobody has to wait for. A failed one is tried again at once."""
@@ -198,40 +200,142 @@ class Loader:
         self._unloading.add(name)
         self._news.set()
 
-    def _refuse_place(self, client: str) -> NoReturn:
-        shares, unit = self._places, "requests of yours wait for models to load"
-        more = {"unit": unit, "retry_after_s": self._load_s}
-        refuse("queue_full", "", shares.held(client), shares.most(client), "retry later", **more)
+    # ---- what operators change -------------------------------------------------------------------------------------
+
+    async def add(self, entry: ServedModel) -> None:
+        """Adds a model to the list, for good. Returns when Serve takes it, or when it is listed if it is on demand.
+        Refuses names that others have, and what cannot be deployed; then nothing has changed.
+        """
+        async with self._changing():
+            name, there = entry.model_name, self._list.entries.get(entry.model_name)
+            if there is not None and there != entry:
+                refuse("name_taken", "name", name, "a model that is served", "update that one, or remove it first")
+            await self._put(name, entry)
+
+    async def update(self, name: str, fields: dict[str, Any]) -> None:
+        """Changes fields of a model's entry, for good. New engines take the streams of its engines over. Refuses what
+        `add` refuses, and a model that is not in the list.
+        """
+        async with self._changing():
+            await self._put(name, changed_entry(self._entry(name), fields))
+
+    async def remove(self, name: str) -> None:
+        """Takes a model from the list, for good. It leaves once its requests have ended."""
+        async with self._changing():
+            self._entry(name)
+            await self._list.change(name, None, None, self._found)
+            self._end_for_operator(name)
+            self._waiting.refuse(name, lambda: self._unknown(name))
+            logger.info("the model %s was removed", name)
+
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """Lets the list change in the body of the `async with`, which begins with what Serve and the store tell."""
+        async with self._turn:
+            told = await self._deployments.look()
+            if told.is_over:
+                raise ConnectionError("this loader of models ends")
+            await self._list.read()
+            self._note(told)
+            yield
+            self._news.set()
+
+    def _entry(self, name: str) -> ServedModel:
+        """Returns the entry of a model of the list. Refuses another name."""
+        entry = self._list.entries.get(name)
+        if entry is None and name in self._others:
+            cause, remedy = "a file of Serve deploys it", "change it there, and run serve deploy"
+            refuse("not_allowed", "model", name, remedy=remedy, cause=cause)
+        if entry is None:
+            raise self._unknown(name)
+        return entry
+
+    async def _put(self, name: str, entry: ServedModel) -> None:
+        """Makes an entry of the list what an operator wants, and deploys the model if its engines are to run now."""
+        self._check_names(entry)
+        try:
+            placed = await self._deployments.place(entry)
+            if entry.on_demand:
+                await self._measure(placed)
+        except (ValueError, OSError) as error:
+            refuse("unfit", cause=in_words(error))
+        before = await self._list.change(name, entry, placed, self._found)
+        self._end_for_operator(name)
+        self._refused.pop(name, None)
+        found = self._found.get(name)
+        is_wanted = not entry.on_demand if found is None else found.model != self._models[name]
+        if is_wanted and not self._is_leaving(name):
+            try:
+                await self._deployments.deploy(self._models[name])
+            except Exception as error:  # Serve refuses options, or cannot be reached; Ray raises many types
+                await self._list.undo(before)
+                refuse("unfit", cause=f"the model cannot be deployed: {in_words(error)}")
+        self._updated.add(name)
+        logger.info("an operator has set the entry of the model %s", name)
+
+    def _check_names(self, entry: ServedModel) -> None:
+        """Refuses an entry with a name that another model has."""
+        own = entry.model_name
+        there = {other: each.model for other, each in self._found.items()} | self._list.entries
+        owners = {name: other for other, each in there.items() for name in names_of(each)} | self._others
+        for name in names_of(entry):
+            if owners.get(name, own) != own:
+                field = "name" if name == own else "aliases" if name in entry.aliases else "engine.adapters"
+                refuse("name_taken", field, name, f"a name of the model {owners[name]}", "give another name")
+
+    async def _ensure_read(self) -> None:
+        """Reads what operators have changed, unless that was read before."""
+        if not self._list.is_read:
+            async with self._turn:
+                if not self._list.is_read:
+                    await self._list.read()
+
+    @property
+    def _models(self) -> Mapping[str, ServedModel]:
+        """The models of the list as they are deployed, by name."""
+        return self._list.models
+
+    def _unknown(self, name: str) -> ServingError:
+        return error_of(Refusal("unknown_model", "model", name, tuple(self._models) or "nothing"))
 
     def _refuse_late(self, name: str, timeout_s: float) -> NoReturn:
         found = self._found.get(name)
         if found is not None and found.condition.stage == "loading":
             why = f"it is still loading {found.condition.reason}".rstrip()
         else:
-            why = f"no place became free (max_loaded_models is {self._max_loaded})"
+            why = f"no place became free ({self._most})"
         cause = f"the model {name} was not loaded within {timeout_s:.0f} s: {why}"
-        refuse("unavailable", cause=cause, remedy="retry later", retry_after_s=self._load_s)
+        refuse("unavailable", cause=cause, remedy="retry later", retry_after_s=self._waiting.load_s)
 
     # ---- what it does ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Goes on for ever: makes steps while requests wait or models are to leave."""
+        """Goes on for ever: makes steps while requests wait, and models are to leave or to be deployed."""
         self._news.set()
         while True:
             if not (self._waiting or self._unloading or self._missing()):
-                await self._news.wait()
+                await self._wait_for_news(self._retry_s)
             self._news.clear()
             try:
                 await self.step()
             except Exception as error:  # the controller may be restarting, and Ray raises many types
                 logger.warning("the loader of models tries again: %s", in_words(error))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._step_s):
-                    await self._news.wait()
+            await self._wait_for_news(self._step_s)
             await asyncio.sleep(self._step_s / STEPS_AT_MOST)
+
+    async def _wait_for_news(self, timeout_s: float | None) -> None:
+        """Returns when there is something to do, and after `timeout_s` if that is given."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
 
     async def step(self) -> None:
         """Looks at Serve, answers who waits, and makes models leave and load as far as that is possible now."""
+        await self._ensure_read()
+        async with self._turn:
+            await self._decide()
+
+    async def _decide(self) -> None:
         told = await self._deployments.look()
         if told.is_over:
             self._give_up()
@@ -243,7 +347,7 @@ class Loader:
         for name in [name for name in self._unloading if name in self._found]:
             await self._unload(name)
         self._unloading &= self._found.keys()
-        if not self._wanted():
+        if not self._waiting.wanted(self._found):
             self._closed.clear()
         await self._answer()
         await self._make_room()
@@ -251,29 +355,55 @@ class Loader:
     def _give_up(self) -> None:
         """Sends who waits to the loader that takes this one's place, so that never two of them decide."""
         for entry in self._waiting:
-            if not entry.loaded.done():
-                entry.loaded.set_exception(ConnectionError("this loader of models ends"))
+            entry.refuse(ConnectionError("this loader of models ends"))
         self._unloading.clear()
 
     def _note(self, told: Told) -> None:
-        self._found = {each.model.model_name: each for each in told.models if each.by_loader}
+        own = [each for each in told.models if self._is_own(each)]
+        self._found = {each.model.model_name: each for each in own}
+        others = (each.model for each in told.models if each.model.model_name not in self._found)
+        self._others = {name: model.model_name for model in others for name in names_of(model)}
         self._leaving = told.leaving
         now = self._now()
         for name, each in self._found.items():
             stage, begun = self._stages.get(name, (None, now))
             if stage != each.condition.stage:
                 if (stage, each.condition.stage) == ("loading", "loaded"):
-                    self._load_s = now - begun
+                    self._waiting.load_s = now - begun
                 self._stages[name] = (each.condition.stage, now)
         for name in self._stages.keys() - self._found.keys():
             self._stages.pop(name)
             self._granted.pop(name, None)
         self._closed &= self._found.keys()
 
+    def _is_own(self, found: FoundModel) -> bool:
+        """Returns whether the list decides about an application: those that the loader has deployed, and those that the
+        command that serves the address has deployed before for models that it lists.
+        """
+        name = found.model.model_name
+        is_listed = self._list.knows(name) and found.application == application_name(self._address, name)
+        return found.by_loader or is_listed
+
     def _missing(self) -> list[str]:
-        """Returns the models that are kept, and have no application."""
+        """Returns the models that are kept, have no application, and may be deployed now."""
         kept = [name for name, model in self._models.items() if not model.on_demand]
-        return [name for name in kept if name not in self._found and not self._is_leaving(name)]
+        missing = [name for name in kept if name not in self._found and not self._is_leaving(name)]
+        return [name for name in missing if not self._is_held_back(name)]
+
+    def _is_held_back(self, name: str) -> bool:
+        """Returns whether a model is not to be deployed yet, because Serve has just refused it."""
+        refused = self._refused.get(name)
+        return refused is not None and name not in self._retried and self._now() < refused.not_before
+
+    @property
+    def _retry_s(self) -> float | None:
+        """Seconds until a refused deployment is due again for which no request waits; None if there is none."""
+        waits = [
+            each.not_before - self._now()
+            for name, each in self._refused.items()
+            if name in self._models and (name in self._found or not self._models[name].on_demand)
+        ]
+        return max(0.0, min(waits)) if waits else None
 
     def _is_leaving(self, name: str) -> bool:
         return application_name(self._address, name) in self._leaving
@@ -284,13 +414,17 @@ class Loader:
             model = self._models.get(name)
             if model is None:
                 self._unloading.add(name)
-            elif each.model != model and name not in self._updated:
-                await self._start(name)
+            elif self._has_other_options(name, each) and (self._is_held_back(name) or not await self._start(name)):
+                continue
             self._updated.add(name)
 
+    def _has_other_options(self, name: str, found: FoundModel) -> bool:
+        """Returns whether a model's engines are to be replaced, and that was not ordered here before."""
+        return found.model != self._models[name] and name not in self._updated
+
     async def _unload(self, name: str) -> None:
-        """Makes a model leave if no request uses it. One that has not loaded leaves at once."""
-        if self._stages[name][0] in ("failed", "loading"):
+        """Makes a model leave if no request uses it. The streams of one whose engines start again wait for them."""
+        if self._stages[name][0] == "failed":
             await self._delete(name)
         else:
             await self._leave(name)
@@ -300,12 +434,14 @@ class Loader:
         failed: set[str] = set()
         for entry in self._waiting:
             found = self._found.get(entry.name)
+            if found is None and self._is_held_back(entry.name):
+                entry.refuse(_not_started(entry.name, self._refused[entry.name].reason))
             if found is None or entry.loaded.done() or entry.name in self._closed | self._unloading:
                 continue
             if found.condition.stage == "failed" and self._may_retry(entry.name):
                 failed.add(entry.name)
             elif found.condition.stage == "failed":
-                entry.loaded.set_exception(error_of(found.condition.refusal(entry.name)))
+                entry.refuse(error_of(found.condition.refusal(entry.name)))
             elif found.condition.stage != "loading":
                 self._granted[entry.name] = self._now()
                 self._retried.discard(entry.name)
@@ -318,69 +454,99 @@ class Loader:
 
     # ---- turns and room --------------------------------------------------------------------------------------------
 
-    def _wanted(self) -> dict[str, str]:
-        """Returns the models that requests wait for and that have no application, next one first, each with the client
-        whose turn it is. Clients take turns, the one first whose last turn is the longest ago.
-        """
-        by_client: dict[str, dict[str, None]] = {}
-        for entry in self._waiting:
-            if entry.name not in self._found and not entry.loaded.done():
-                by_client.setdefault(entry.client, {})[entry.name] = None
-        clients = sorted(by_client, key=lambda client: self._turns.get(client, float("-inf")))
-        wanted: dict[str, str] = {}
-        for turn in itertools.zip_longest(*(by_client[client] for client in clients)):
-            for client, name in zip(clients, turn, strict=True):
-                if name is not None:
-                    wanted.setdefault(name, client)
-        return wanted
-
     async def _make_room(self) -> None:
         """Loads models that requests wait for while there is room, and makes others leave for the rest."""
-        wanted = self._wanted()
-        num_there = len(self._leaving) + sum(map(self._takes_place, self._found))
-        num_free = max(0, self._max_loaded - num_there)
-        startable = [name for name in wanted if not self._is_leaving(name)][:num_free]
-        for name in startable:
-            self._note_turn(wanted[name])
+        await self._measure_all()
+        wanted = self._waiting.wanted(self._found)
+        there = self._amount_of(name for name in self._found if self._takes_place(name))
+        taken = sum((self._amount(application) for application in self._leaving), there)
+        for name in [name for name in wanted if not self._is_leaving(name)]:
+            taken += self._amount_of([name])
+            if not taken.fits(self._most):
+                break  # else small ones could keep a large one out
+            self._waiting.note_turn(wanted[name])
             await self._start(name)
-        num_missing = len(wanted) - len(startable) - len(self._leaving)
-        if num_missing > 0:
-            await self._free(num_missing)
+        lacking = there + self._amount_of(wanted) - self._most
+        if lacking.is_any:
+            await self._free(lacking)
         else:
             self._closed.clear()
 
-    async def _start(self, name: str) -> None:
+    async def _measure_all(self) -> None:
+        """Finds out the memory of the models that are wanted or there, if it is bounded. Those that can never be loaded
+        are refused.
+        """
+        if self._most.num_bytes is None:
+            return
+        leaving = [model for name, model in self._models.items() if self._is_leaving(name)]
+        for model in [*(found.model for found in self._found.values()), *leaving]:
+            with contextlib.suppress(ValueError, OSError):  # its files have gone since, and its engines run on
+                await self._measure(model)
+        for name in self._waiting.wanted(self._found):
+            try:
+                await self._measure(self._models[name])
+            except (ValueError, OSError) as error:
+                self._refuse_start(name, in_words(error))
+
+    async def _measure(self, model: ServedModel) -> None:
+        """Finds out the memory of a model, if it is bounded. Raises `ValueError` if that exceeds the bound by itself,
+        and what its files raise.
+        """
+        most = self._most.num_bytes
+        if most is None:
+            return
+        found = await self._deployments.num_bytes(model)
+        self._num_bytes[application_name(self._address, model.model_name)] = found
+        if found > most:
+            remedy = "raise it, or lower engine.kv_cache_bytes"
+            raise ValueError(f"it takes {found:,} bytes, and max_loaded_bytes is {most:,}; {remedy}")
+
+    def _amount(self, application: str) -> Amount:
+        return Amount(1, self._num_bytes.get(application, 0))
+
+    def _amount_of(self, names: Iterable[str]) -> Amount:
+        return sum((self._amount(application_name(self._address, name)) for name in names), Amount(0, 0))
+
+    async def _start(self, name: str) -> bool:
+        """Deploys a model. Returns whether Serve takes it; if not, those who wait for it are refused, and it is left
+        out for a while.
+        """
         self._retried.discard(name)
         try:
             await self._deployments.deploy(self._models[name])
         except Exception as error:  # Serve refuses options, or cannot be reached; Ray raises many types
-            logger.warning("the model %s was not deployed: %s", name, in_words(error))
-            refusal = Condition("failed", in_words(error)).refusal(name)
-            for entry in self._waiting:
-                if entry.name == name and not entry.loaded.done():
-                    entry.loaded.set_exception(error_of(refusal))
+            self._refuse_start(name, in_words(error))
+            return False
+        self._refused.pop(name, None)
+        return True
 
-    def _note_turn(self, client: str) -> None:
-        self._turns.pop(client, None)
-        self._turns[client] = self._now()
-        if len(self._turns) > MOST_CLIENTS:
-            self._turns.pop(next(iter(self._turns)))
+    def _refuse_start(self, name: str, reason: str) -> None:
+        """Refuses those who wait for a model that cannot be deployed, and leaves it out, longer each time. A reason is
+        logged when it is new.
+        """
+        self._waiting.refuse(name, lambda: _not_started(name, reason))
+        before = self._refused.get(name)
+        self._tell_once(f"the model {name} was not deployed: {reason}")
+        count = 1 if before is None else before.num_refusals + 1
+        pause_s = min(RETRY_DEPLOY_S * 2 ** min(count - 1, 16), MAX_RETRY_DEPLOY_S)
+        self._refused[name] = RefusedDeployment(count, self._now() + pause_s, reason)
 
-    async def _free(self, count: int) -> None:
-        """Makes `count` models leave: idle ones, the one that was used longest ago first. If there are too few and a
-        request has waited for `min_loaded_s`, the busy ones that were loaded first take no more requests.
+    async def _free(self, lacking: Amount) -> None:
+        """Makes models leave until nothing is lacking: idle ones, the one that was used longest ago first. If there are
+        too few and a request has waited for `min_loaded_s`, the busy ones that were loaded first take no more requests.
         """
         idle, now = await self._deployments.idle_seconds(), self._now()
         free = [name for name in self._found if self._may_leave(name, now)]
         for name in sorted(free, key=lambda name: self._unused_s(name, idle, now), reverse=True):
-            if count > 0 and self._unused_s(name, idle, now) > 0 and await self._leave(name):
-                count -= 1
-        since = min((entry.since for entry in self._waiting if entry.name not in self._found), default=now)
-        if count > 0 and now - since >= self._min_loaded_s:
+            if lacking.is_any and self._unused_s(name, idle, now) > 0 and await self._leave(name):
+                lacking -= self._amount_of([name])
+        if lacking.is_any and self._waiting.longest_wait_s(self._found) >= self._min_loaded_s:
             busy = sorted((name for name in free if name in self._found), key=lambda name: self._stages[name][1])
-            for name in busy[:count]:
-                self._closed.add(name)
-                await self._leave(name)
+            for name in busy:
+                if lacking.is_any:
+                    self._closed.add(name)
+                    await self._leave(name)
+                    lacking -= self._amount_of([name])
 
     def _takes_place(self, name: str) -> bool:
         """Returns whether a model counts among those on demand that are loaded."""
@@ -388,7 +554,7 @@ class Loader:
 
     def _may_leave(self, name: str, now: float) -> bool:
         stage, since = self._stages[name]
-        is_awaited = stage == "loading" and any(entry.name == name for entry in self._waiting)
+        is_awaited = stage == "loading" and self._waiting.is_awaited(name) and now - since < MOST_LOADING_S
         return self._takes_place(name) and not is_awaited and now - since >= self._min_loaded_s
 
     def _unused_s(self, name: str, idle: Mapping[str, float], now: float) -> float:
@@ -397,9 +563,7 @@ class Loader:
 
     async def _leave(self, name: str) -> bool:
         """Makes a model leave if no request uses it. Returns whether it leaves."""
-        waiting = (entry for entry in self._waiting if entry.name == name and not entry.loaded.done())
-        num_waiting = collections.Counter(entry.holder for entry in waiting)
-        is_let_go = await self._deployments.let_go(self._found[name], num_waiting)
+        is_let_go = await self._deployments.let_go(self._found[name], self._waiting.num_by_holder(name))
         if is_let_go:
             await self._delete(name)
         return is_let_go
@@ -410,3 +574,7 @@ class Loader:
         self._closed.discard(name)
         self._leaving |= {application}
         logger.info("the model %s is unloaded", name)
+
+
+def _not_started(name: str, reason: str) -> ServingError:
+    return error_of(Condition("failed", reason).refusal(name))

@@ -1,5 +1,5 @@
-"""The loader of models as a Serve deployment: one replica beside the ingresses, which Serve restarts if it
-dies. It deploys and deletes the applications of models, and asks the ingresses and the engines.
+"""The loader of models as a Serve deployment: one replica beside the ingresses of several models, which Serve restarts
+if it dies. It deploys and deletes the applications of models, and asks the ingresses and the engines.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve.schema import ApplicationStatus, LoggingConfig, ReplicaState
 
 from manta.cluster.config import ServedModel
+from manta.cluster.engine.ranks.claims import check_room, node_cpus
 from manta.cluster.engine.stats import EngineStats
+from manta.cluster.engine_bytes import engine_bytes
 from manta.cluster.serve.fleet.found import (
     FoundModel,
     application_name,
@@ -21,8 +24,11 @@ from manta.cluster.serve.fleet.found import (
     models_among,
     serve_applications,
 )
+from manta.cluster.serve.fleet.listed_models import ListedModels
+from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.fleet.loader import Loader, Told
-from manta.cluster.serve.fleet.model_application import model_application
+from manta.cluster.serve.fleet.model_application import model_application, placed_model
+from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
 from manta.cluster.serve.scaling.cluster_state import is_removed
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
@@ -51,6 +57,8 @@ class DeployedModels:
         """Handles of the deployments whose replicas use models, by name."""
         self._num_holders: dict[str, int] = {}
         """Replicas of these deployments that run."""
+        self._num_bytes: dict[bytes, int] = {}
+        """Memory of models, by their encoded entries."""
 
     async def look(self) -> Told:
         applications = await asyncio.to_thread(serve_applications)
@@ -59,6 +67,15 @@ class DeployedModels:
             return Told([], frozenset(), is_over=True)
         self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
         return Told(models_among(applications, self._address), leaving_among(applications, self._address))
+
+    async def place(self, entry: ServedModel) -> ServedModel:
+        return await asyncio.to_thread(_placed, entry)
+
+    async def num_bytes(self, model: ServedModel) -> int:
+        key = msgspec.json.encode(model)
+        if key not in self._num_bytes:
+            self._num_bytes[key] = model.max_engines * await asyncio.to_thread(engine_bytes, model.engine)
+        return self._num_bytes[key]
 
     async def deploy(self, model: ServedModel) -> None:
         name = application_name(self._address, model.model_name)
@@ -77,6 +94,10 @@ class DeployedModels:
         return found
 
     async def let_go(self, found: FoundModel, num_waiting: Mapping[str, int]) -> bool:
+        if not found.model.on_demand:  # requests use it without asking the loader, until their process knows better
+            told = await self._of_holders("refresh_models")
+            if any(isinstance(each, BaseException) for each in told):
+                return False
         answers = await self._of_holders("let_go", found.model.model_name, dict(num_waiting))
         return all(answer is True for answer in answers) and await self._are_idle(found)
 
@@ -101,10 +122,20 @@ class DeployedModels:
         return all(isinstance(each, EngineStats) and each.num_running + each.num_waiting == 0 for each in stats)
 
     async def delete_all(self) -> None:
-        """Deletes the applications of all models that the loader has deployed, because that of their address ends."""
+        """Deletes the applications of all models that the loader has deployed, and forgets what operators have changed,
+        because the application of their address ends.
+        """
         for each in models_among(await asyncio.to_thread(serve_applications), self._address):
             if each.by_loader:
                 await self.delete(each.application)
+        await asyncio.to_thread(GcsChanges(self._address).clear)
+
+
+def _placed(entry: ServedModel) -> ServedModel:
+    nodes = node_cpus()
+    placed = placed_model(entry, nodes)
+    check_room(placed.engine, entry.num_initial_engines, nodes)
+    return placed
 
 
 def _num_running(application: Mapping[str, Any], deployment: str) -> int:
@@ -134,12 +165,21 @@ async def _answers(handle: Any, num_running: int, method: str, *arguments: objec
 class DeployedLoader(ReplicaProcess):
     """The class that Serve deploys. Serve calls `__del__` of a replica that has to go, and then ends the process."""
 
-    def __init__(self, models: tuple[ServedModel, ...], max_loaded: int, min_loaded_s: float) -> None:
+    def __init__(
+        self,
+        entries: tuple[ServedModel, ...],
+        placed: tuple[ServedModel, ...],
+        max_loaded: int,
+        min_loaded_s: float,
+        max_bytes: int | None,
+    ) -> None:
         super().__init__()
         with told_in_words():
             context = serve.get_replica_context()
             self._deployed = DeployedModels(context.app_name, context.replica_id.unique_id)
-            self._loader = Loader(context.app_name, models, max_loaded, min_loaded_s, self._deployed)
+            models = ListedModels(entries, placed, GcsChanges(context.app_name))
+            most = Amount(max_loaded, max_bytes)
+            self._loader = Loader(context.app_name, models, most, min_loaded_s, self._deployed)
         self._running: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
@@ -158,6 +198,15 @@ class DeployedLoader(ReplicaProcess):
     async def begin_unload(self, name: str) -> None:
         await self._loader.begin_unload(name)
 
+    async def add(self, entry: ServedModel) -> None:
+        await self._loader.add(entry)
+
+    async def update(self, name: str, fields: dict[str, Any]) -> None:
+        await self._loader.update(name, fields)
+
+    async def remove(self, name: str) -> None:
+        await self._loader.remove(name)
+
     async def __del__(self) -> None:
         """Ends the models that it has deployed together with the application of their address, and leaves them to the
         next loader if this one is only replaced.
@@ -170,7 +219,9 @@ class DeployedLoader(ReplicaProcess):
 
 
 def loader_deployment() -> Any:
-    """Returns the Serve deployment of the loader; bind it with its models and the limits of those on demand."""
+    """Returns the Serve deployment of the loader. Bind it with the entries of the configuration's models, with the same
+    as they are deployed, and with the limits of those on demand.
+    """
     return serve.deployment(
         DeployedLoader,
         name=LOADER,

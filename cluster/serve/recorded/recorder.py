@@ -120,7 +120,7 @@ class Recorder(Recorded):
                 if not prompt.finished:
                     prompt.metrics = self._client.measure(len(prompt.choices))
                     run = self._runs[prompt]
-                    run.go_on() if num_before else run.start()
+                    run.go_on("ingress") if num_before else run.start()
             while not self.is_finished:
                 await self._take(recalls=False)
         except ServingError:

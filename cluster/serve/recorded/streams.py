@@ -388,6 +388,7 @@ class RecordedStreams:
         if stream_id in self._adopting:
             return
         self._adopting.add(stream_id)
+        began = time.monotonic()
         try:
             await self._client.until_greeted()  # an engine that is not connected yet may have the newest copy
             # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
@@ -406,16 +407,17 @@ class RecordedStreams:
                 return
             claimed = await self.copies.claim(stream_id, found.connection)
             if claimed is not None and claimed.is_yours:
-                self._take_over(claimed, opening)
+                self._take_over(claimed, opening, time.monotonic() - began)
         finally:
             self._adopting.discard(stream_id)
 
-    def _take_over(self, copy: Copy, opening: Opening) -> None:
+    def _take_over(self, copy: Copy, opening: Opening, seconds: float) -> None:
+        """Runs a claimed stream from here on. `seconds` have passed since it was offered."""
         recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread, copy.age_s)
         recording.last_read = time.monotonic()
         add_copy(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening, self.shares.hold(opening.client))
-        log_event("adopted", copy.stream_id, entries=copy.num_entries)
+        log_event("adopted", copy.stream_id, entries=copy.num_entries, seconds=round(seconds, 4))
         self._hold(own)
         if recording.is_ended:
             return  # the ingress that ended it has called `on_end`

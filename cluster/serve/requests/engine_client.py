@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
+from ray.exceptions import RayActorError
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
@@ -26,16 +27,16 @@ from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.adapters.adapter_directory import AdapterDirectory
 from manta.cluster.serve.channel.keeping import FromKeeper
 from manta.cluster.serve.channel.token_channel import (
-    BEAT_S,
     Address,
     Connection,
     Control,
     OutputReceiver,
     RequestResult,
 )
-from manta.cluster.serve.requests.pooling_calls import pool
+from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, lost_again_and_again, pool
 from manta.cluster.serve.requests.prompt_run import Call, PromptRun
 from manta.cluster.serve.requests.submission import Submission
+from manta.cluster.serve.requests.takeover import USUAL_TIMES, TakeoverTimes
 from manta.cluster.serve.routing import replicas
 from manta.cluster.serve.routing.replicas import Replicas
 from manta.cluster.serve.routing.reports import Report
@@ -86,7 +87,15 @@ class EngineQuestions:
     waits.
     """
 
-    def __init__(self, engine: Any, standby: Any, max_held: int, is_removed: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        standby: Any,
+        max_held: int,
+        is_removed: Callable[[], Awaitable[bool]],
+        times: TakeoverTimes,
+    ) -> None:
+        self.times = times
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self.application = str(getattr(engine, "app_name", ""))
         """Name of the application with the engines; empty for a stand-in that calls replicas in its own process."""
@@ -120,6 +129,10 @@ class EngineQuestions:
         """Requests that wait here for an engine to start."""
         return self._waker.num_held
 
+    def hold_at_most(self, max_held: int) -> None:
+        """Changes the number of requests that may wait here for an engine to start."""
+        self._waker.hold_at_most(max_held)
+
     def is_any_good(self) -> bool:
         """Returns whether some replica can take requests."""
         return any(map(self._replicas.is_any_good, self._handles))
@@ -142,15 +155,27 @@ class EngineQuestions:
         Raises `RequestRefused` if no backend can enforce the constraint, and `QueueFull` if too many constraints wait.
         """
         try:
-            return await self._answer(self.serving.resolve.remote(spec, client))
+            return await self._answer(lambda: self.serving.resolve.remote(spec, client))
         except ServingError as error:  # Ray raises a copy whose text is a whole traceback
             raise error_of(error.refusal) from error
 
     async def model(self) -> ModelInfo:
-        return await self._answer(self.serving.model.remote())
+        return await self._answer(lambda: self.serving.model.remote())
 
-    async def _answer(self, response: Any) -> Any:
-        """Returns an engine's answer to a call. Raises `Unavailable` if the engines are gone for good."""
+    async def _answer(self, ask: Callable[[], Any]) -> Any:
+        """Returns an engine's answer to a call that any engine can answer. If an engine is lost meanwhile, another one
+        is asked. Raises `Unavailable` if the engines are gone for good, or if several were lost in a row.
+        """
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                return await self._one_answer(ask())
+            except (RayActorError, ConnectionError) as error:
+                logger.warning("an engine was lost while it was asked: %s", in_words(error))
+            await asyncio.sleep(self.times.retry_s * 2**attempt)  # until Serve's router knows that it is dead
+        raise lost_again_and_again()
+
+    async def _one_answer(self, response: Any) -> Any:
+        """Returns the answer to one call. Raises `Unavailable` if the engines are gone for good."""
         call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
@@ -204,13 +229,17 @@ class EngineQuestions:
 
 class RunWatch:
     """Finds lost engines, and moves their requests to others. Watches `runs`, which its owner changes, as long as there
-    are any. A connection that breaks is no matter of this class: `EngineClient` hears of it at once.
+    are any, and looks every `look_s` seconds. A connection that breaks is no matter of this class: `EngineClient` hears
+    of it at once.
     """
 
-    def __init__(self, runs: Mapping[str, PromptRun], engines: EngineQuestions, known_replicas: Replicas) -> None:
+    def __init__(
+        self, runs: Mapping[str, PromptRun], engines: EngineQuestions, known_replicas: Replicas, look_s: float
+    ) -> None:
         self._runs = runs
         self._engines = engines
         self._replicas = known_replicas
+        self._look_s = look_s
         self.watching: asyncio.Task[None] | None = None
         """Ends when nothing runs any more; None while nothing is watched."""
 
@@ -220,26 +249,34 @@ class RunWatch:
             self.watching = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
-        """Checks the replicas every `BEAT_S` while anything runs. Requests on a replica that is silent, away or ending
-        continue on another one, if one is available. Otherwise a hung replica is killed.
-        """
         while self._runs:
-            await asyncio.sleep(BEAT_S)
-            runs = [(run, replica) for run in self._runs.values() if (replica := run.replica) is not None]
-            owing = {replica for _, replica in runs}
-            self._replicas.beat(owing)
-            bad = {replica for replica in owing if not self._replicas.is_good(replica)}
-            if bad and self._engines.is_any_good():
-                for run in (run for run, replica in runs if replica in bad):
-                    if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
-                        run.lose()
-                    else:
-                        run.go_on()
-            else:
-                await self._kill(filter(self._replicas.is_hung, bad))
+            await asyncio.sleep(self._look_s)
+            self._replicas.beat({replica for _, replica in self._placed()})
+            await self._kill(filter(self._replicas.is_hung, self.move()))
             if self._engines.is_asleep():
                 await self._refuse_if_gone()
         self.watching = None
+
+    def _placed(self) -> list[tuple[PromptRun, str]]:
+        """Returns the runs that a replica has or was sent, each with that replica."""
+        return [(run, replica) for run in self._runs.values() if (replica := run.replica) is not None]
+
+    def move(self) -> set[str]:
+        """Makes the requests of replicas that are silent, away or ending continue on another one, if one is available.
+        Otherwise returns these replicas.
+        """
+        placed = self._placed()
+        bad = {replica for _, replica in placed if not self._replicas.is_good(replica)}
+        if not bad or not self._engines.is_any_good():
+            return bad
+        for run, replica in placed:
+            if replica not in bad:
+                continue
+            if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
+                run.lose("away")
+            else:
+                run.go_on("silent" if self._replicas.is_running(replica) else "ending")
+        return set()
 
     async def _refuse_if_gone(self) -> None:
         """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
@@ -285,8 +322,9 @@ class EngineClient(EngineQuestions):
         standby: Any = None,
         max_held: int = EngineConfig().max_num_waiting,
         is_removed: Callable[[], Awaitable[bool]] = _never,
+        times: TakeoverTimes = USUAL_TIMES,
     ) -> None:
-        super().__init__(engine, standby, max_held, is_removed)
+        super().__init__(engine, standby, max_held, is_removed, times)
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
@@ -296,6 +334,8 @@ class EngineClient(EngineQuestions):
         self.keepers: Keepers | None = None
         """Those who talk to the keepers in the engines' processes, over the same connections; None for nobody."""
         self._greeting: asyncio.Task[None] | None = None
+        self._measuring: asyncio.Task[None] | None = None
+        """Asks engines that were greeted how long their starts took."""
         self._greeted: dict[str, frozenset[str]] = {}
         """Replicas that were told of this ingress, by deployment."""
         self._receiver = OutputReceiver(
@@ -304,7 +344,7 @@ class EngineClient(EngineQuestions):
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of clients whose calls are being started."""
-        self._watch = RunWatch(self.runs, self, self._replicas)
+        self._watch = RunWatch(self.runs, self, self._replicas, times.look_s)
 
     async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
         return Submission(self, request, meter)
@@ -313,7 +353,7 @@ class EngineClient(EngineQuestions):
         return RequestMetrics(self.metrics, num_choices)
 
     async def pool(self, request: PoolingRequest) -> PoolingResult:
-        return await pool(self, self._replicas, request)
+        return await pool(self, self._replicas, request, self.times)
 
     async def pool_once(self, request: PoolingRequest) -> PoolingResult:
         return await answer_of(self.serving.pool.remote(request))
@@ -344,8 +384,8 @@ class EngineClient(EngineQuestions):
         await self._receiver.close()
 
     async def _greet(self, address: Address) -> None:
-        """Makes every replica connect, so that it reports its cache and how long its start took. Serve names a
-        deployment's replicas only after a call to the deployment.
+        """Makes every replica connect, so that it reports its cache. Serve names a deployment's replicas only after a
+        call to the deployment.
         """
         greeted = dict(self._replicas.running)
         for name, handle in self._handles.items():
@@ -353,9 +393,14 @@ class EngineClient(EngineQuestions):
                 await handle.broadcast("connect", address).results_async(timeout_s=ANSWER_TIMEOUT_S)
             except Exception as error:  # whatever it is, their first request meets it again
                 logger.info("not every %s answers: %s", name, in_words(error))
+        self._greeted = greeted
+        if self._measuring is None or self._measuring.done():
+            self._measuring = asyncio.ensure_future(self._measure_starts())
+
+    async def _measure_starts(self) -> None:
+        """Learns how long a start takes, for requests that wait for one."""
         with contextlib.suppress(ServingError):  # no engine runs yet
             await self.stats()
-        self._greeted = greeted
 
     async def _listen(self) -> Address:
         """Returns the address to which engines send tokens.
@@ -410,6 +455,13 @@ class EngineClient(EngineQuestions):
     def forget_sent(self, request_id: str) -> None:
         self._replicas.routed.pop(request_id, None)
 
+    def cannot_reach(self, request_id: str) -> bool:
+        replica = self.replica_sent_to(request_id)
+        if replica is None:
+            return False
+        self._replicas.avoid(replica)
+        return self.is_any_good()
+
     def note_output(self, request_id: str) -> None:
         self._replicas.placement.has_output(request_id)
 
@@ -417,6 +469,7 @@ class EngineClient(EngineQuestions):
         self._replicas.placement.end(request_id)
 
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        has_gone_away = connection.is_away and self._replicas.is_good(connection.replica)
         self._replicas.hear(connection.replica, connection.is_away)
         for output in outputs:
             run = self.runs.get(output.request_id)
@@ -424,6 +477,8 @@ class EngineClient(EngineQuestions):
                 run.receive(output, connection)
             elif output.finish is None:  # it was given up before an engine had it, in a call of several
                 connection.send(Control(output.request_id))
+        if has_gone_away:
+            self._watch.move()
 
     def _on_report(self, report: Report, connection: Connection) -> None:
         self._replicas.placement.report(connection.replica, report)
@@ -433,17 +488,19 @@ class EngineClient(EngineQuestions):
             self.keepers.receive(message, connection)
 
     def _on_connected(self, connection: Connection) -> None:
+        self._replicas.connected(connection.replica)
         if self.keepers is not None:
             self.keepers.connected(connection)
 
     def _on_lost(self, connection: Connection) -> None:
         if self.keepers is not None:
             self.keepers.lost(connection)
+        self._replicas.disconnected(connection.replica)
         self._replicas.avoid(connection.replica)
         self._replicas.placement.lose(connection.replica)
         for run in list(self.runs.values()):
             if run.connection is connection:
-                run.lose()
+                run.lose("connection")
 
 
 def _gone() -> Unavailable:

@@ -11,7 +11,8 @@ import msgspec
 
 from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.errors import ServingError, Unavailable
-from manta.cluster.serve.requests.prompt_run import OVERDUE_S, RETRY_PAUSE_S, overdue_error
+from manta.cluster.serve.requests.prompt_run import OVERDUE_S, overdue_error
+from manta.cluster.serve.requests.takeover import USUAL_TIMES, TakeoverTimes
 from manta.cluster.serve.routing.replicas import Replicas
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.refusals import Refusal
@@ -35,9 +36,13 @@ class Caller(Protocol):
         ...
 
 
-async def pool(caller: Caller, known: Replicas, request: PoolingRequest) -> PoolingResult:
-    """Returns the answer of an engine. Raises `Overdue` if none has come by the request's deadline, and `Unavailable`
-    if engines were lost again and again.
+async def pool(
+    caller: Caller, known: Replicas, request: PoolingRequest, times: TakeoverTimes = USUAL_TIMES
+) -> PoolingResult:
+    """Returns the answer of an engine. After a lost call it asks another one at once if one is available.
+
+    Raises `Overdue` if no answer has come by the request's deadline, and `Unavailable` if engines were lost again and
+    again.
     """
     assert request.deadline_s is not None
     ends = time.monotonic() + request.deadline_s
@@ -57,11 +62,17 @@ async def pool(caller: Caller, known: Replicas, request: PoolingRequest) -> Pool
                 finally:
                     known.routed.pop(request.request_id, None)
                     known.placement.end(request.request_id)
-                await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+                if not any(map(known.is_any_good, known.running)):
+                    await asyncio.sleep(times.retry_s * 2**attempt)
     except TimeoutError as error:
         raise overdue_error() from error
+    raise lost_again_and_again()
+
+
+def lost_again_and_again() -> Unavailable:
+    """Returns the error of a call over which `MAX_ATTEMPTS` engines were lost."""
     cause = f"{MAX_ATTEMPTS} engines were lost while they had the request"
-    raise Unavailable(Refusal("unavailable", cause=cause, remedy="retry later"))
+    return Unavailable(Refusal("unavailable", cause=cause, remedy="retry later"))
 
 
 async def _in_own_context(caller: Caller, request: PoolingRequest) -> PoolingResult:

@@ -19,6 +19,7 @@ from manta.cluster.engine.request import ContinuedChoice, EngineRequest, Sequenc
 from manta.cluster.errors import GenerationFailed, Overdue, ServingError
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult
+from manta.cluster.serve.requests.takeover import Cause, Takeover, TakeoverTimes
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
@@ -31,10 +32,6 @@ progress. If another engine dies over a suspect, it fails.
 """
 MAX_DEATHS = 6
 """Engine deaths after which a request fails, whatever progress it made in between."""
-RETRY_PAUSE_S = 0.1
-"""Pause in seconds before a call that reached no engine is repeated; it doubles with each further call in a row."""
-MAX_RETRY_PAUSE_S = 2.0
-"""Longest such pause, in seconds. Serve's router learns within about a second which replicas are dead."""
 GRACE_S = 1.0
 """Seconds after its deadline at which a request that no engine has taken is given up. Others who watch the deadline and
 know more about the cause answer before that.
@@ -65,6 +62,7 @@ class Dispatcher(Protocol):
     metrics: Metrics
     runs: dict[str, PromptRun]
     """Runs by the request id that their engine uses now."""
+    times: TakeoverTimes
 
     def measure(self, num_choices: int) -> RequestMetrics:
         """Returns the metrics of one prompt with `num_choices` choices."""
@@ -83,6 +81,12 @@ class Dispatcher(Protocol):
         ...
 
     def forget_sent(self, request_id: str) -> None: ...
+
+    def cannot_reach(self, request_id: str) -> bool:
+        """Records that a call did not reach the replica that was chosen for a request, so that others are preferred.
+        Returns whether another one can take the request.
+        """
+        ...
 
     def note_output(self, request_id: str) -> None:
         """Records that the prompt of a request is computed."""
@@ -115,7 +119,7 @@ class Progress:
         """Choices that have not ended."""
         self._usages: dict[int, Usage] = {}
         """Usage of each choice, as last reported."""
-        self._num_prompt_logprobs = 0
+        self._num_prompt_logprobs = request.num_prompt_logprobs
 
     @property
     def has_ended(self) -> bool:
@@ -207,6 +211,10 @@ class PromptRun:
         """Whether the present engine runs the request, as opposed to having its constraint compiled."""
         self._has_output = False
         """Whether the present engine has sent output."""
+        self._heard = time.monotonic()
+        """Time of the last output, or of the begin."""
+        self._takeover: Takeover | None = None
+        """The takeover under way; None while an engine sends output."""
 
     @property
     def replica(self) -> str | None:
@@ -264,7 +272,7 @@ class PromptRun:
             self._on_error(result)
         elif result.refusal is not None and result.refusal.kind == "queue_full" and self._num_attempts:
             # an engine admitted it before
-            self._try_again()
+            self._try_again("full")
         else:
             self._fail(result)
 
@@ -272,22 +280,27 @@ class PromptRun:
         cause = getattr(error, "cause", None) or error  # Ray raises a copy of the engine's exception
         if isinstance(cause, RayActorError | EngineFailed):
             if self.connection is None:
-                self._try_again()
+                self._try_again("unreached")
             else:
-                self.lose()
+                self.lose("connection")
         elif isinstance(cause, OSError):  # engine and ingress cannot reach each other just now
-            self._try_again()
+            self._try_again("unreached")
         else:
             self._fail(error)
 
-    def _try_again(self) -> None:
-        """Calls an engine again after a pause, or refuses the request if its deadline has passed."""
+    def _try_again(self, cause: Cause) -> None:
+        """Calls an engine again, or refuses the request if its deadline has passed. The first call in vain is repeated
+        at once if another engine can take the request, and every other one after a pause.
+        """
         if time.monotonic() >= self._deadline:
             self.refuse(overdue_error())
             return
-        pause_s = min(RETRY_PAUSE_S * 2**self._num_calls_in_vain, MAX_RETRY_PAUSE_S)
+        times = self._client.times
+        pause_s = min(times.retry_s * 2**self._num_calls_in_vain, times.most_retry_s)
+        if cause == "unreached" and self._client.cannot_reach(self.request_id) and not self._num_calls_in_vain:
+            pause_s = 0.0
         self._num_calls_in_vain = min(self._num_calls_in_vain + 1, 16)
-        self.go_on(pause_s)
+        self.go_on(cause, pause_s)
 
     def _fail(self, reason: RequestResult | Exception) -> None:
         self._clear_of_suspicion()
@@ -304,6 +317,8 @@ class PromptRun:
         if not self._progress.add(output):
             return
         self._num_calls_in_vain = 0
+        self._heard = time.monotonic()
+        self._note_takeover()
         if not self._has_output and output.token_ids:
             self._has_output = True
             self._client.note_output(self.request_id)
@@ -311,12 +326,26 @@ class PromptRun:
         self._note_end()
         self._tell(output)
 
+    def _note_takeover(self) -> None:
+        """Records a takeover that has brought output. Of a request that is read whole none is recorded: engines hold
+        back its output, so nobody knows when it stood still.
+        """
+        takeover, self._takeover = self._takeover, None
+        if takeover is None or self._request.reads_whole:
+            return
+        seconds = takeover.seconds()
+        self._client.metrics.took_over(seconds)
+        rounded = {f"{phase}_s": round(each, 4) for phase, each in seconds.items()}
+        log_event("resumed", self.request_id, cause=takeover.cause, calls=takeover.num_calls, **rounded)
+
     def _note_end(self) -> None:
         if self._progress.has_ended:
             self.has_all_frames.set()
 
     def _take(self, connection: Connection) -> None:
         self.connection = connection
+        if self._takeover is not None:
+            self._takeover.taken = time.monotonic()
         self._client.forget_sent(self.request_id)
         for control in self._untold:
             connection.send(control)
@@ -336,7 +365,7 @@ class PromptRun:
 
     # ---- going on elsewhere --------------------------------------------------------------------------------------
 
-    def lose(self) -> None:
+    def lose(self, cause: Cause) -> None:
         """Handles the death of the engine that had the request: continues on another one, or refuses a suspect."""
         if self.has_all_frames.is_set():
             return
@@ -345,10 +374,10 @@ class PromptRun:
         if self._has_begun:
             self._is_suspect = self._num_deaths >= SUSPECT_DEATHS and not self._has_output
         if not is_killer and self._num_deaths < MAX_DEATHS:
-            self.go_on()
+            self.go_on(cause)
             return
-        cause = f"{self._num_deaths} engine processes died while they ran this request, which may be why"
-        self.refuse(GenerationFailed(Refusal("failed", cause=f"{cause}; it is not tried again")))
+        why = f"{self._num_deaths} engine processes died while they ran this request, which may be why"
+        self.refuse(GenerationFailed(Refusal("failed", cause=f"{why}; it is not tried again")))
 
     def refuse(self, reason: ServingError) -> None:
         """Aborts the request and tells its reader why."""
@@ -361,12 +390,16 @@ class PromptRun:
             self._holds_suspects = False
             self._client.suspects.release()
 
-    def go_on(self, pause_s: float = 0.0) -> None:
+    def go_on(self, cause: Cause, pause_s: float = 0.0) -> None:
         """Leaves the present engine and sends the request, with its tokens so far, to another one."""
         self.leave()
+        if self._takeover is None:
+            self._takeover = Takeover(cause, self._heard, time.monotonic())
+        else:
+            self._takeover.num_calls += 1
         self._num_attempts += 1
         self.request_id = f"{self._request.request_id}/{self._num_attempts}"
-        log_event("continued", self.request_id, output_tokens=self._progress.num_tokens)
+        log_event("continued", self.request_id, cause=cause, output_tokens=self._progress.num_tokens)
         self._client.metrics.continuations.inc()
         remaining_s = max(0.0, self._deadline - time.monotonic())
         self._send(self._progress.continuation(self.request_id, remaining_s), pause_s)

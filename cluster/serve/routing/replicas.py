@@ -8,6 +8,7 @@ from another thread, because Serve's router may run in one.
 
 from __future__ import annotations
 
+import collections
 import functools
 import time
 from collections.abc import Iterable
@@ -50,13 +51,15 @@ class Replicas:
         self.placement = Placement()
         self._num_missed: dict[str, int] = {}
         """Missed heartbeats in a row, of replicas that owe heartbeats."""
+        self._num_connections: collections.Counter[str] = collections.Counter()
+        """Open connections of the channel by replica. For a moment a replica may have two."""
         self._avoided: dict[str, float] = {}
         """Time until which each replica is avoided, on `time.monotonic`'s clock."""
 
     # ---- who lives -----------------------------------------------------------------------------------------------
 
     def hear(self, replica: str, is_away: bool = False) -> None:
-        """Notes a heartbeat. A replica that `is_away` rebuilds its ranks for some seconds and is avoided."""
+        """Notes a heartbeat. A replica that `is_away` completes no step for some seconds and is avoided."""
         if self._num_missed:
             self._num_missed.pop(replica, None)
         if is_away:
@@ -73,6 +76,18 @@ class Replicas:
             if count > SILENT_BEATS:
                 self.avoid(replica)
 
+    def connected(self, replica: str) -> None:
+        """Notes that a replica has connected to this process."""
+        self._num_connections[replica] += 1
+
+    def disconnected(self, replica: str) -> None:
+        """Notes that a connection of a replica has ended."""
+        self._num_connections -= collections.Counter((replica,))  # subtraction drops replicas without a connection
+
+    def is_connected(self, replica: str) -> bool:
+        """Returns whether the replica's process lives, as far as its connection tells."""
+        return replica in self._num_connections
+
     def avoid(self, replica: str) -> None:
         self._avoided[replica] = time.monotonic() + AVOID_S
 
@@ -83,8 +98,10 @@ class Replicas:
 
     def is_good(self, replica: str) -> bool:
         """Returns whether requests should stay with the replica: it runs and is not avoided."""
-        if self._avoided.get(replica, 0.0) > time.monotonic():
-            return False
+        return self._avoided.get(replica, 0.0) <= time.monotonic() and self.is_running(replica)
+
+    def is_running(self, replica: str) -> bool:
+        """Returns whether Serve runs the replica and has not told it to end, as far as Serve has told anything."""
         return not self.running or any(replica in names for names in self.running.values())
 
     def is_hung(self, replica: str) -> bool:
@@ -142,9 +159,11 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
     token_ids = request.prompt_token_ids
     if request.continued:
         token_ids = token_ids + request.continued[0].token_ids
-    # The last token is always computed, and prompts with log-probabilities are not read from the cache.
-    is_cached = block_size > 0 and request.params.prompt_logprobs is None
-    num_blocks = (len(token_ids) - 1) // block_size if is_cached else 0
+    # The last token is always computed, and so are those whose log-probabilities are wanted.
+    num_readable = len(token_ids) - 1
+    if request.params.prompt_logprobs is not None:
+        num_readable = min(num_readable, request.num_prompt_logprobs)
+    num_blocks = num_readable // block_size if block_size else 0
     return Prompt(
         request_id=request.request_id,
         keys=block_keys(hash_blocks(token_ids, num_blocks, block_size, root=request.chain_root)) if num_blocks else (),

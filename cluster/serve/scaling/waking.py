@@ -48,6 +48,10 @@ class Waker:
         """Requests that wait for an engine."""
         return self._shares.total
 
+    def hold_at_most(self, max_held: int) -> None:
+        """Changes the number of requests that may wait."""
+        self._shares.resize(max_held)
+
     def measured(self, start_s: float) -> None:
         """Takes the duration of a start, in seconds, as an engine reports it."""
         self._told_s = start_s

@@ -24,7 +24,7 @@ def placed_engine(engine: EngineConfig, model_name: str, max_engines: int, nodes
         model=absolute_model(engine.model),
         tokenizer=absolute_model(engine.tokenizer),
         adapters={name: str(absolute_model(path)) for name, path in engine.adapters.items()},
-        adapter_roots=tuple(os.path.abspath(pathlib.Path(root).expanduser()) for root in engine.adapter_roots),
+        adapter_roots=tuple(map(absolute_folder, engine.adapter_roots)),
         num_threads=threads_each(engine, max_engines, nodes),
         kv_events=engine.kv_events and engine.kv_events.for_model(model_name),
     )
@@ -32,6 +32,11 @@ def placed_engine(engine: EngineConfig, model_name: str, max_engines: int, nodes
 
 def absolute_file(path: str | None) -> str | None:
     return None if path is None else str(pathlib.Path(path).expanduser().resolve())
+
+
+def absolute_folder(path: str) -> str:
+    """Returns the absolute path of a folder that need not be there yet; links stay as they are."""
+    return os.path.abspath(pathlib.Path(path).expanduser())
 
 
 def absolute_model(name: str | None) -> Any:

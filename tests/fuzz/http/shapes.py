@@ -131,10 +131,12 @@ def cases(model: str) -> Iterator[Case]:
             yield Case(path, f"the body is {name}", value)
 
 
-def bodies(kind: Any, model: str) -> list[dict[str, Any]]:
-    """Returns bodies of a struct with its required fields and at most one other, in every form that its type allows."""
+def bodies(kind: Any, model: str) -> list[Any]:
+    """Returns bodies of a struct with its required fields and at most one other, in every form that its type allows, or
+    lists of one such struct.
+    """
     found = _examples(inspect.type_info(kind), "")
-    return [{**body, **({"model": model} if "model" in body else {})} for body in found]
+    return [body | {"model": model} if "model" in body else body for body in found]
 
 
 def _examples(kind: Any, name: str) -> list[Any]:
@@ -172,7 +174,7 @@ def _structs(kind: inspect.StructType) -> list[Any]:
     return [least, *others]
 
 
-def _replaced(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _replaced(good: Any) -> Iterator[tuple[str, Any]]:
     """Yields a body, and each that lacks one of its values or has one of another type there. A place has the same name
     in all bodies in which it has the same meaning.
     """

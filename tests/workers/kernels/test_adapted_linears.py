@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from manta.workers.kernels.adapted_linear import AdapterPlaces, LowRank, LowRankPart
-from manta.workers.kernels.adapter_rows import AdapterRows
+from manta.workers.kernels.adapted_linear import AdaptedLinear, LowRank, LowRankPart, adapt
+from manta.workers.kernels.adapter_rows import AdapterRows, RowAdapter
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import Linear, LinearWeight
@@ -52,22 +52,23 @@ def low_rank(seed: int, rank: int, dtype: torch.dtype) -> LowRank:
     return LowRank(a, tuple(parts))
 
 
-def step_of(adapters: list[int | None]) -> AttentionMetadata:
+def step_of(adapters: list[int | None], scale: float = 1.0) -> AttentionMetadata:
     """A step with one row of each sequence."""
     lens = np.ones(len(adapters), dtype=np.int64)
-    rows = AdapterRows.of_sequences(adapters, lens) if any(each is not None for each in adapters) else None
+    of_rows = [None if each is None else RowAdapter(each, scale) for each in adapters]
+    rows = AdapterRows.of_sequences(of_rows, lens) if any(of_rows) else None
     tables = np.zeros((len(adapters), 1), dtype=np.int32)
     return AttentionMetadata.build(QueryTokens(np.zeros(len(adapters), np.int64), lens, tables, 16, adapters=rows))
 
 
-def adapted(kind: str, dtype: torch.dtype) -> tuple[Linear, Linear, AdapterPlaces]:
+def adapted(kind: str, dtype: torch.dtype) -> tuple[Linear, Linear, AdaptedLinear]:
     """The linear alone, and the same with adapters of all `RANKS` by number."""
     weight = LinearWeight("linear", random(5, OUT, IN).to(dtype) / IN**0.5, random(6, OUT).to(dtype), dtype)
     weight = dataclasses.replace(weight, **KINDS[kind])
-    linear, places = CpuLinearAdapting().adapt(make_linear(weight))
+    linear, holder = adapt(make_linear(weight), CpuLinearAdapting())
     for number, rank in enumerate(RANKS):
-        places.hold(number, low_rank(number, rank, dtype))
-    return make_linear(weight), linear, places
+        holder.hold(number, low_rank(number, rank, dtype))
+    return make_linear(weight), linear, holder
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,8 +88,8 @@ def test_a_row_has_its_own_adapter_whatever_the_other_rows_have(form: str, kind:
         torch.testing.assert_close(together[row], one, atol=1e-4, rtol=2e-2 if dtype.itemsize == 2 else 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated"])
-def test_what_an_adapter_adds_is_the_product_of_its_halves(form: str, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "scale"), [("plain", 1.0), ("gated", 1.0), ("plain", -0.3)])
+def test_what_an_adapter_adds_is_the_product_of_its_halves(form: str, kind: str, scale: float) -> None:
     _, linear, _ = adapted(kind, torch.float32)
     x, weight, bias = random(7, 9, IN), random(5, OUT, IN) / IN**0.5, random(6, OUT)
     for number, rank in enumerate(RANKS):
@@ -96,32 +97,44 @@ def test_what_an_adapter_adds_is_the_product_of_its_halves(form: str, kind: str)
         for part in held.parts:
             outputs = slice(part.first_output, part.first_output + part.b.shape[1])
             a = held.a[part.first_rank : part.first_rank + rank].double()
-            merged[outputs] += part.scale * part.b.double().T @ a
+            merged[outputs] += scale * part.scale * part.b.double().T @ a
         expected = x.double() @ merged.T + bias
         if kind == "gated":
             gate, up = expected.chunk(2, dim=-1)
             expected = torch.nn.functional.silu(gate) * up
-        y = linear.forward(x, step_of([number] * 9))
+        y = linear.forward(x, step_of([number] * 9, scale))
         torch.testing.assert_close(y.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_rows_of_one_adapter_have_their_own_scales(form: str) -> None:
+    _, linear, _ = adapted("plain", torch.float32)
+    x, scales = random(7, 4, IN), (1.0, 0.5, 1.0, -2.0)
+    rows = AdapterRows.of_sequences([RowAdapter(2, scale) for scale in scales], np.ones(4, dtype=np.int64))
+    assert len(rows.segments) == 3
+    tables = QueryTokens(np.zeros(4, np.int64), np.ones(4, np.int64), np.zeros((4, 1), np.int32), 16, adapters=rows)
+    together = linear.forward(x, AttentionMetadata.build(tables)).clone()
+    for row, scale in enumerate(scales):
+        one = linear.forward(x[row : row + 1], step_of([2], scale))[0]
+        torch.testing.assert_close(together[row], one, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_without_an_adapter_have_the_same_bits_as_without_adapters(form: str) -> None:
     for kind in ("plain", "gated", "int8"):
-        alone, linear, places = adapted(kind, torch.bfloat16)
+        alone, linear, holder = adapted(kind, torch.bfloat16)
         x = random(7, 4, IN).to(torch.bfloat16)
         before = alone.forward(x).clone()
         assert torch.equal(linear.forward(x, step_of([None] * 4)), before)
         if form != TORCH:
             assert torch.equal(linear.forward(x, step_of([None, 1, None, None]))[[0, 2, 3]], before[[0, 2, 3]])
-        places.drop(1)
+        holder.drop(1)
         assert torch.equal(linear.forward(x, step_of([None, 1, None, None])), before)
 
 
 def test_many_rows_run_in_parts(form: str) -> None:
     """A buffer for what is added to all rows of a long prompt would be as large as the widest activations."""
     weight = LinearWeight("wide", random(5, 40_000, 16), None, torch.float32)
-    linear, places = CpuLinearAdapting().adapt(make_linear(weight))
-    places.hold(0, LowRank(random(1, 2, 16), (LowRankPart(random(2, 2, 40_000), 0, 0, 1.0),)))
+    linear, holder = adapt(make_linear(weight), CpuLinearAdapting())
+    holder.hold(0, LowRank(random(1, 2, 16), (LowRankPart(random(2, 2, 40_000), 0, 0, 1.0),)))
     numbers = [0 if row % 3 else None for row in range(150)]
     x = random(7, len(numbers), 16)
     together = linear.forward(x, step_of(numbers)).clone()

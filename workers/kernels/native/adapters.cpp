@@ -34,9 +34,10 @@ struct LowRank {
     int rank, num_parts;
 };
 
-// rows[first, first + count) have this adapter, in ascending order.
+// rows[first, first + count) have this adapter, in ascending order, times `scale`.
 struct Segment {
     int32_t adapter, first, count;
+    float scale;
 };
 
 // The rows of the step under way that have adapters.
@@ -62,6 +63,7 @@ struct Group {
     int count;
     float* products;   // [count][rank]: x @ a.T
     int first_addend;  // of the rows' addends
+    float scale;
 };
 
 struct Task {
@@ -115,7 +117,7 @@ void multiply_a(const T* const* x, const T* a, int in_features, float* to, int s
 
 // scale * products @ b of ROWS rows and TILE vectors of outputs, `left` of which exist.
 template <class T, int ROWS>
-void multiply_b(const float* products, int stride, const Part& part, int output, float* const* to) {
+void multiply_b(const float* products, int stride, const Part& part, float scale, int output, float* const* to) {
     const int left = part.num_outputs - output;
     const T* b = (const T*)part.b + output;
     Floats sums[ROWS][TILE] = {};
@@ -131,7 +133,7 @@ void multiply_b(const float* products, int stride, const Part& part, int output,
         const int at = output + v * LANES;
         const int place = part.first_output + (part.is_interleaved ? at / 16 * 32 + at % 16 : at);
         for (int row = 0; row < ROWS; row++)
-            store_upto(to[row] + place, sums[row][v] * part.scale, left - v * LANES);
+            store_upto(to[row] + place, sums[row][v] * scale, left - v * LANES);
     }
 }
 
@@ -150,7 +152,7 @@ class AddedRows {
             const int32_t* const begin = std::lower_bound(all, all + segment.count, first);
             const int32_t* const end = std::lower_bound(begin, all + segment.count, last);
             if (begin == end) continue;
-            groups_.push_back({&adapter, begin, (int)(end - begin), nullptr, num_rows_});
+            groups_.push_back({&adapter, begin, (int)(end - begin), nullptr, num_rows_, segment.scale});
             num_rows_ += (int)(end - begin);
             num_products += (end - begin) * (int64_t)adapter.rank;
         }
@@ -227,7 +229,7 @@ class AddedRows {
         for (int output = task.output; output < last; output += TILE * LANES)
             for (int row = task.row; row < end; row += TILE)
                 with_constant<TILE>(std::min(TILE, end - row), [&](auto num_rows) {
-                    multiply_b<T, num_rows>(group.products + row * rank, rank, part, output,
+                    multiply_b<T, num_rows>(group.products + row * rank, rank, part, part.scale * group.scale, output,
                                             sums_.data() + group.first_addend + row);
                 });
     }

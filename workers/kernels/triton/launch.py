@@ -7,11 +7,11 @@ import gc
 from collections.abc import Callable
 
 import numpy as np
-import psutil
 import torch
 import triton
 from triton import knobs
 
+from manta.structured import host
 from manta.workers.kernels.transfer import move, staging
 
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -115,7 +115,7 @@ def free_memory(device: torch.device, largest_step: Callable[[], object]) -> int
     """Returns the bytes of the device that stay free while `largest_step` runs. Waits for the device."""
     if device.type != "cuda":
         largest_step()
-        return psutil.virtual_memory().available
+        return host.free_memory()
     free_garbage(device)
     torch.cuda.reset_peak_memory_stats(device)
     free = torch.cuda.mem_get_info(device)[0]

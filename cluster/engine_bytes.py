@@ -1,0 +1,46 @@
+"""The memory that an engine takes, as `manta check` counts it, from the headers of its files and without torch."""
+
+from __future__ import annotations
+
+import pathlib
+
+from manta.cluster.config import EngineConfig
+from manta.workers.checkpoints.memory import weight_bytes
+from manta.workers.checkpoints.model_folder import load_model_config, read_json_object, resolve_model_folder
+from manta.workers.checkpoints.pooling_folder import read_pooling
+from manta.workers.models.dense import read_dtype
+
+
+def engine_bytes(engine: EngineConfig) -> int:
+    """Returns the bytes of the weights, of the draft model's and of the KV caches of all ranks of one engine. Where
+    `dtype` is `auto`, weights count in the checkpoint's own.
+
+    Raises `ModelError` if the files cannot be read, and `ValueError` if nothing says how large the KV cache is.
+    """
+    folder = resolve_model_folder(engine.model)
+    if read_pooling(folder, engine.task) is not None:
+        stored = read_dtype(read_json_object(folder, "config.json"))
+        return weight_bytes(folder, _computed(engine, "float32" if stored == "float16" else stored))
+    if engine.kv_cache_bytes is None:
+        raise ValueError(f"the KV cache of {engine.model} has no size; set engine.kv_cache_bytes")
+    model = load_model_config(folder)
+    dtype = _computed(engine, model.dtype)
+    weights = weight_bytes(folder, dtype, model, engine.weights) + draft_bytes(engine, dtype)
+    return weights + engine.num_ranks * engine.kv_cache_bytes
+
+
+def _computed(engine: EngineConfig, stored: str) -> str:
+    return stored if engine.dtype == "auto" else engine.dtype
+
+
+def draft_folder(engine: EngineConfig) -> pathlib.Path | None:
+    """Returns the folder of the draft model; None if there is none."""
+    if engine.speculative is None or engine.speculative.draft_model is None:
+        return None
+    return resolve_model_folder(engine.speculative.draft_model)
+
+
+def draft_bytes(engine: EngineConfig, dtype: str) -> int:
+    """Returns the bytes of the draft model's weights; 0 if there is none."""
+    folder = draft_folder(engine)
+    return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)

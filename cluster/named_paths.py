@@ -1,0 +1,26 @@
+"""Paths that operators name over HTTP. They lie below folders that the configuration names, wherever links lead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from manta.cluster.errors import refuse
+
+
+def paths_below(path: str, roots: Sequence[str], field: str, remedy: str) -> list[str]:
+    """Returns the paths, without links, that a path may mean, which begins at each of the roots in turn if it is
+    relative. Refuses, under the name of the `field`, a path that leads out of the roots, whether or not anything is
+    there.
+    """
+    if "\0" in path:
+        refuse("wrong_value", field, path, "a path, without null characters")
+    real_roots = [os.path.realpath(root) for root in roots]
+    inside = [
+        real
+        for real in (os.path.realpath(os.path.join(root, path)) for root in roots)
+        if any(os.path.commonpath((real, root)) == root for root in real_roots)
+    ]
+    if not inside:
+        refuse("not_allowed", field, path, tuple(roots) or None, remedy)
+    return inside

@@ -1,0 +1,120 @@
+"""Changes that operators make to the models of an address while it runs: their table, and the registry that keeps it.
+
+The loader (`loader.py`) alone changes the table. Ingresses read it, and so does a command that deploys the address
+again. A change counts as long as the configuration has the entry that was changed. An operator who changes that entry
+and deploys it decides anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from manta.cluster.config import ServedModel
+from manta.cluster.serve.starting.kept_versions import KeptVersions
+from manta.structured.visible_logs import logger_of
+
+logger = logger_of(__name__)
+
+_NAMESPACE = "manta-models"
+
+
+class ModelChange(msgspec.Struct, frozen=True):
+    """The change that operators have made to one model."""
+
+    base: ServedModel | None
+    """The model's entry in the configuration when it was changed; None if that had none."""
+    entry: ServedModel | None
+    """The entry that counts instead; None if the model was removed."""
+    placed: ServedModel | None
+    """The same entry as it is deployed: with threads, device and absolute paths."""
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether the model is as the configuration has it. A removed one that was added may still run."""
+        return self.entry == self.base and self.entry is not None
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the model was added and removed, and so matters only until its engines have ended."""
+        return self.base is None and self.entry is None
+
+
+class ModelChanges(msgspec.Struct, frozen=True):
+    """The changed models by name."""
+
+    version: int = 0
+    """Number of changes so far."""
+    of: dict[str, ModelChange] = {}
+
+    @property
+    def removed(self) -> frozenset[str]:
+        """Names of the models that operators have removed."""
+        return frozenset(name for name, change in self.of.items() if change.entry is None)
+
+    def entries(self, listed: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
+        """Returns the entries that count, by name, instead of those that the configuration has `listed`."""
+        found = dict(listed) | {name: change.entry for name, change in self.of.items() if change.entry is not None}
+        return {name: entry for name, entry in found.items() if name not in self.removed}
+
+    def placed(self, models: Iterable[ServedModel]) -> tuple[ServedModel, ...]:
+        """Returns the models as they are deployed, instead of `models` of the configuration."""
+        found = {model.model_name: model for model in models}
+        found |= {name: change.placed for name, change in self.of.items() if change.placed is not None}
+        return tuple(model for name, model in found.items() if name not in self.removed)
+
+    def still_valid(self, listed: Mapping[str, ServedModel]) -> ModelChanges:
+        """Returns the changes without those of models whose entries in the configuration are others by now."""
+        valid = {name: change for name, change in self.of.items() if change.base == listed.get(name)}
+        return self if valid == self.of else ModelChanges(self.version + 1, valid)
+
+    def with_change(self, name: str, change: ModelChange, there: Collection[str] = ()) -> ModelChanges:
+        """Returns the next version, in which a model is as `change` says. Nothing stays of a change that is undone, nor
+        of models that were added and removed and are not among those that are `there`.
+        """
+        rest = {other: each for other, each in self.of.items() if other in there or not each.is_past}
+        rest.pop(name, None)
+        return ModelChanges(self.version + 1, rest if change.is_undone else rest | {name: change})
+
+
+class ChangesRegistry(Protocol):
+    """The changes of the models of one address, as a store keeps them. Its methods wait for the store."""
+
+    def read(self) -> ModelChanges:
+        """Returns the latest changes. Raises what the store raises."""
+        ...
+
+    def replace(self, changes: ModelChanges) -> bool:
+        """Makes `changes` the latest ones. Returns False if another process was faster."""
+        ...
+
+
+class GcsChanges:
+    """The changes of the models of the application `address`, in Ray's GCS. Implements `ChangesRegistry`."""
+
+    def __init__(self, address: str) -> None:
+        self._versions = KeptVersions(_NAMESPACE, address)
+
+    def read(self) -> ModelChanges:
+        version, stored = self._versions.latest()
+        if stored is None:
+            return ModelChanges()
+        try:
+            return msgspec.json.decode(stored, type=ModelChanges)
+        except msgspec.ValidationError as error:  # another version of Manta has written them
+            logger.error("what operators have changed of the models is not understood, and is left out: %s", error)
+            return ModelChanges(version)
+
+    def replace(self, changes: ModelChanges) -> bool:
+        return self._versions.put(changes.version, msgspec.json.encode(changes))
+
+    def clear(self) -> None:
+        """Forgets all changes, because their address ends or begins anew."""
+        self._versions.clear()
+
+
+def no_changes() -> ModelChanges:
+    """Returns no changes, for an address without a loader."""
+    return ModelChanges()

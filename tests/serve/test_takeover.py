@@ -1,0 +1,299 @@
+"""A stream's way from one engine to another: what begins it, and what is recorded of it.
+
+The ingress's client and the channel are the real ones, in one event loop. Engines are scripted, and `Handle` does what
+Serve's router does. A broken connection, a word of the engine, or a failed call begins a takeover by itself: all pauses
+of those cases last an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import types
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve._private.common import DeploymentID, ReplicaID
+
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.errors import Unavailable
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES, Metrics
+from manta.cluster.serve.channel.token_channel import Address, EngineHello, Frame, RequestResult
+from manta.cluster.serve.requests.engine_client import EngineClient
+from manta.cluster.serve.requests.submission import Submission
+from manta.cluster.serve.requests.takeover import TakeoverTimes
+from manta.cluster.serve.routing.replicas import Replicas, known_replicas
+from manta.cluster.serve.routing.request_router import UnaryReplica
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.frames import frame
+from manta.workers.sampling_params import SamplingParams
+from tests.async_tests import async_test
+from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S, until
+from tests.telemetry.captured_log import events, request_log
+
+NEVER = TakeoverTimes(look_s=3600.0, retry_s=3600.0, most_retry_s=3600.0)
+LOOKING = TakeoverTimes(look_s=0.05, retry_s=3600.0, most_retry_s=3600.0)
+BEAT_S = 0.01
+"""Seconds between two heartbeats of a scripted engine."""
+
+
+class Engine:
+    """An engine that sends what a test says."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name = name
+        self.asked: list[EngineRequest] = []
+        self.is_silent = False
+        self._world = world
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
+        self._world.call()
+        await self.connect(address)
+        self.asked.append(request)
+        self._world.order.append(self)
+        self._send(Frame([SequenceOutput(request.request_id, 0, [])]))
+        return await asyncio.Future()  # it is cancelled with the call
+
+    async def resolve(self, spec: ConstraintSpec, client: str) -> tuple[ConstraintSpec, list[str]]:
+        self._world.call()
+        return spec, [self.name]
+
+    async def connect(self, address: Address) -> None:
+        if self._writer is None:
+            _, self._writer = await asyncio.open_connection(address.host, address.port)
+            self._send(EngineHello(address.secret, self.name))
+
+    def _send(self, message: object) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(msgspec.msgpack.encode(message)))
+
+    def draw(self, token_id: int, finish: FinishStatus | None = None) -> None:
+        """Sends a token of the last request."""
+        usage = None if finish is None else Usage(2, 2, 0)
+        self._send(Frame([SequenceOutput(self.asked[-1].request_id, 0, [token_id], finish=finish, usage=usage)]))
+
+    def beat(self) -> None:
+        if self._writer is not None and not self.is_silent:
+            self._send(Frame([]))
+
+    def die(self) -> None:
+        """Ends the connection, as the system does when the process dies. Ray has not noticed yet."""
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = None
+
+    def go_away(self) -> None:
+        """Says that it restarts its ranks."""
+        self._send(Frame([], is_away=True))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Handle:
+    """Serve's handle: it calls the engine that the router chooses."""
+
+    def __init__(self, world: World, application: str) -> None:
+        self.app_name = application
+        self._world = world
+
+    @property
+    def generate(self) -> Method:
+        return Method(self._generate)
+
+    @property
+    def resolve(self) -> Method:
+        return Method(lambda *arguments: self._world.engines[self._world.known.pick("engine")].resolve(*arguments))
+
+    def _generate(self, request: EngineRequest, address: Address) -> Coroutine[Any, Any, RequestResult]:
+        replica, (placed,) = self._world.known.place([request], "engine", 0)
+        return self._world.engines[replica].generate(placed, address)
+
+
+class Method:
+    def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._call = call
+
+    def remote(self, *arguments: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self._call(*arguments))
+
+
+class World:
+    """Two engines, and one stream before them."""
+
+    def __init__(self, application: str, times: TakeoverTimes) -> None:
+        self.known: Replicas = known_replicas(application)
+        self.engines = {name: Engine(name, self) for name in ("first", "second")}
+        self.known.set_running("engine", self.engines)
+        self.num_failures = 0
+        """Calls that are still to reach no engine."""
+        self.num_calls = 0
+        self.order: list[Engine] = []
+        """The engine of each request that reached one."""
+        self.metrics = Metrics("m")
+        self.client = EngineClient(
+            Handle(self, application), Tokenizer(checkpoint("llama")), "127.0.0.1", self.metrics, times=times
+        )
+
+    def call(self) -> None:
+        """Counts a call, which may reach no engine."""
+        self.num_calls += 1
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ActorDiedError
+
+    async def asked(self, num_requests: int = 1) -> Engine:
+        """Returns the engine of the last request, once so many have reached one."""
+        await until(lambda: len(self.order) == num_requests)
+        return self.order[-1]
+
+    @contextlib.asynccontextmanager
+    async def submitted(self) -> AsyncIterator[Submission]:
+        """A stream of two tokens."""
+        beating = asyncio.ensure_future(self._beat())
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        asked = EngineRequest(request_id="stream-0123abcd", prompt_token_ids=[], params=params, deadline_s=PATIENCE_S)
+        submission = await self.client.submit(GenerationRequest(prompts=[[5, 6]], engine=asked))
+        try:
+            yield submission
+        finally:
+            submission.close()
+            beating.cancel()
+            for each in self.engines.values():
+                each.close()
+            await self.client.close()
+
+    async def stream(self, lose: Callable[[World, Engine], None] | None) -> list[int]:
+        """Returns the tokens of a stream whose engine is lost after the first one, or before it without `lose`."""
+        found: list[int] = []
+        async with self.submitted() as submission:
+            arriving = aiter(submission)
+            if lose is not None:
+                engine = await self.asked()
+                engine.draw(7)
+                found += (await anext(arriving)).token_ids
+                lose(self, engine)
+            other = await self.asked(1 if lose is None else 2)
+            if lose is None:
+                other.draw(7)
+                found += (await anext(arriving)).token_ids
+            else:
+                assert other.asked[0].continued is not None
+                assert [each.token_ids for each in other.asked[0].continued] == [[7]]
+            other.draw(8, FinishStatus.FINISHED_LENGTH)
+            async for event in arriving:
+                found += event.token_ids
+        return found
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for engine in self.engines.values():
+                engine.beat()
+
+    def num_takeovers(self) -> dict[str, float]:
+        """Returns the number of takeovers that `/metrics` shows, by phase."""
+        samples = (sample for family in self.metrics.own() for sample in family.samples)
+        return {
+            sample.labels["phase"]: sample.value for sample in samples if sample.name == "manta:takeover_seconds_count"
+        }
+
+
+def fall_silent(world: World, engine: Engine) -> None:
+    engine.is_silent = True
+
+
+def tell_to_end(world: World, engine: Engine) -> None:
+    """Does what Serve does in an update."""
+    world.known.set_running("engine", world.engines.keys() - {engine.name})
+
+
+LOSSES: dict[str, tuple[Callable[[World, Engine], None] | None, TakeoverTimes]] = {
+    "connection": (lambda world, engine: engine.die(), NEVER),
+    "away": (lambda world, engine: engine.go_away(), NEVER),
+    "unreached": (None, NEVER),
+    "silent": (fall_silent, LOOKING),
+    "ending": (tell_to_end, LOOKING),
+}
+"""By the cause that is recorded: how an engine is lost, and the times of the ingress."""
+
+
+@pytest.mark.parametrize("cause", LOSSES)
+@async_test
+async def test_a_lost_engine_is_left_for_another_one(cause: str) -> None:
+    lose, times = LOSSES[cause]
+    with request_log() as lines:
+        world = World(f"takeover {cause}", times)
+        world.num_failures = int(lose is None)
+        assert await world.stream(lose) == [7, 8]
+    assert world.num_takeovers() == dict.fromkeys(TAKEOVER_PHASES, 1)
+    (continued,), (resumed,) = events(lines, "continued"), events(lines, "resumed")
+    assert continued["cause"] == resumed["cause"] == cause
+    assert (resumed["request_id"], resumed["calls"]) == ("stream", 1)
+    assert all(resumed[f"{phase}_s"] >= 0 for phase in TAKEOVER_PHASES)
+
+
+@async_test
+async def test_calls_that_reach_nobody_again_and_again_are_not_repeated_at_once() -> None:
+    """The second one waits for its pause, so that a failing cluster is not flooded."""
+    world = World("takeover in vain", NEVER)
+    world.num_failures = 100
+    async with world.submitted():
+        await until(lambda: world.num_calls == 2)
+        await asyncio.sleep(0.05)
+        assert world.num_calls == 2
+
+
+@async_test
+async def test_another_engine_answers_what_a_dying_one_was_asked() -> None:
+    """A request with a constraint asks an engine before it begins."""
+    spec = ConstraintSpec(kind="regex", text="a")
+    world = World("takeover question", TakeoverTimes(retry_s=0.001))
+    world.num_failures = 2
+    resolved, (name,) = await world.client.resolve(spec)
+    assert (resolved, world.num_calls) == (spec, 3)
+    assert name in world.engines
+    world.num_failures = 100
+    with pytest.raises(Unavailable):
+        await world.client.resolve(spec)
+    await world.client.close()
+
+
+class Actor:
+    """An engine's actor, as Serve's router asks it."""
+
+    def __init__(self) -> None:
+        self.get_num_ongoing_requests = self
+
+    def remote(self) -> asyncio.Future[int]:
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        answer.set_result(3)
+        return answer
+
+
+@async_test
+async def test_serve_asks_no_connected_engine_for_its_queue() -> None:
+    identity = ReplicaID("abc", DeploymentID(name="engine", app_name="takeover queue"))
+    known, actor = known_replicas("takeover queue"), Actor()
+    fields: dict[str, Any] = {"replica_id": identity, "multiplexed_model_ids": [], "is_cross_language": False}
+    info: Any = types.SimpleNamespace(**fields, get_actor_handle=lambda: actor)
+    replica, name = UnaryReplica(info), identity.to_full_id_str()
+
+    async def length() -> int:
+        return await replica.get_queue_len(deadline_s=1.0)
+
+    assert await length() == 3
+    known.connected(name)
+    known.connected(name)  # before the end of the earlier connection is noticed
+    known.disconnected(name)
+    assert await length() == 0
+    known.disconnected(name)
+    assert await length() == 3
