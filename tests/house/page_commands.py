@@ -439,6 +439,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve demo --set engine.weights=int8 --set engine.exact=true": starts_a_server,
     "manta serve demo --generation-config none": starts_a_server,
     "manta serve demo --kv-cache-dtype int8": starts_a_server,
+    "manta serve demo --kv-cache-dtype int4": starts_a_server,
     "manta serve --set engine.prefix_store_bytes=4GiB": starts_a_server,
     "manta serve --quiet": is_named,
     "manta serve demo --max-model-len 512": starts_a_server,

@@ -4,6 +4,7 @@ demand. The world is that of `tests/serve/test_loading_models.py`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 
 import msgspec
@@ -11,12 +12,13 @@ import pytest
 
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
-from manta.cluster.serve.fleet.loader import (
-    MAX_RETRY_DEPLOY_S,
-)
+from manta.cluster.serve.fleet.listed_models import ListedModels
+from manta.cluster.serve.fleet.loaded_amount import Amount
+from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader
 from manta.cluster.serve.fleet.model_changes import GcsChanges, ModelChange, ModelChanges
 from manta.cluster.serve.starting import kept_versions
 from tests.async_tests import async_test
+from tests.patience import until
 from tests.serve.test_adapter_directory import Store
 from tests.serve.test_loading_models import (
     ADDRESS,

@@ -291,6 +291,7 @@ def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
     assert two.call_all(rank_child.num_called_back) == [0, 0]
 
 
+EXACT_KINDS = ("kimi_linear", "lfm2", "qwen3_5", "falcon_h1", "jamba", "minimax", "mamba2", "minicpm3", "olmo_hybrid")
 EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True, "mlp_bias": True}
 """A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""
 
@@ -309,9 +310,9 @@ def bits(folder: str, **options: Any) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "auto"]))
+@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "int4", "auto"]))
 def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str, cache: str) -> None:
-    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of an int8 cache."""
+    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of a rounded cache."""
     folder = str(checkpoint("llama", **EXACT_SIZES))
     expected = bits(folder, weights=weights, kv_cache_dtype=cache)
     for ranks in (two, four):
@@ -319,6 +320,17 @@ def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcess
             assert bits(folder, weights=weights, kv_cache_dtype=cache) == expected
             assert ranks.call_all(rank_child.num_called_back) == [0] * ranks.num_ranks
         assert executors[0].num_disagreements == 0
+
+
+@needs_kernels
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
+    """`test_quantised_ranks.py` compares the logits of each kind."""
+    folder = str(folder_of(kind))
+    expected = bits(folder, weights="int8")
+    with in_forms(two, COMPILED[::-1]), over_ranks(two):
+        assert bits(folder, weights="int8") == expected
 
 
 @needs_kernels

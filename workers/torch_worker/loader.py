@@ -27,10 +27,11 @@ from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
-from manta.workers.kernels.linears import GatedLinear, LowRankLinear, TorchLinear
+from manta.workers.kernels.exponential import exponential
+from manta.workers.kernels.linears import GatedLinear, LowRankLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import activate, gate
+from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -83,7 +84,12 @@ from manta.workers.models.specs import (
     UpdatesSpec,
 )
 from manta.workers.parallel.group import Group, OneRank
-from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
+from manta.workers.parallel.sharded_layers import (
+    GatheredHead,
+    SquaresOverRanks,
+    VocabularyParallelEmbedding,
+    WideNorm,
+)
 from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
 from manta.workers.platforms import Platform
 
@@ -225,6 +231,8 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
+
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
@@ -258,6 +266,7 @@ class _WeightLoader:
         self._platform = platform
         self._group = group
         self._weights = weights
+        self._exact = exact
         self._bank = bank
         self._make_linear = (shared or platform).make_linear
         self._of_blocks: dict[LinearSpec, Linear] = {}
@@ -323,9 +332,7 @@ class _WeightLoader:
             self._norm(spec.input_norm),
             AttentionWeights(qkv, self._of_block(spec.attention.output), None, None),
             self._norm(spec.mlp_norm),
-            GatedMlpWeights(
-                GatedLinear(gate_up, functools.partial(gate, self._config.activation)), self._of_block(spec.mlp.down)
-            ),
+            GatedMlpWeights(gate_up, self._of_block(spec.mlp.down)),
             self._linear(spec.result),
             self._norm(spec.mixer_norm),
         )
@@ -396,15 +403,18 @@ class _WeightLoader:
             config,
             self._plain_linear(spec.router),
             self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
-            self._group.all_reduce,
+            _unchanged if spec.experts[0].down.gathers else self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
-        """Returns this rank's share of an MLP, whose results are still to be summed, with the adapters of `bank`."""
-        return GatedMlpWeights(self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank))
+        """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
+        ranks split its outputs and gather them.
+        """
+        gated, down = self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank)
+        return GatedMlpWeights(gated, self._joined(down, spec.down) if spec.down.gathers else down)
 
     def _plain_linear(self, spec: LinearSpec) -> Linear:
         """Returns a small linear in float32, such as a router, whose choice should not depend on rounding."""
@@ -413,7 +423,7 @@ class _WeightLoader:
         dense = place(weight.dense(), torch.float32)
         bias = None if weight.bias is None else place(weight.bias, torch.float32)
         self._checkpoint.release()
-        return TorchLinear(dense, bias)
+        return self._platform.make_router(dense, bias)
 
     def _of_experts(self, name: str) -> torch.Tensor:
         """Returns a tensor with a number for each expert, in float32."""
@@ -427,6 +437,8 @@ class _WeightLoader:
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
         keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        if self._exact:
+            values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
             inputs=inputs,
             query_norm=self._norm(spec.query_norm),
@@ -461,13 +473,13 @@ class _WeightLoader:
             self._adapted(spec.output),
             tensors,
             self._group.num_ranks,
-            self._group.all_reduce,
+            SquaresOverRanks(self._group, self._exact),
         )
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Returns this rank's share of a tensor of a recurrent mixer, in float32."""
         placed = self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
-        return -placed.exp() if spec.is_log_rate else placed
+        return -exponential(placed) if spec.is_log_rate else placed
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
@@ -507,7 +519,8 @@ class _WeightLoader:
         assert spec is not None
         weight = self.linears.read_vector(f"{spec.name}.weight", spec.size, spec.split)
         placed = self._platform.place_weight(weight, self._dtype)
-        return WideNorm(placed, spec.size, self._config.rms_norm_eps, self._group)
+        squares_over_ranks = SquaresOverRanks(self._group, self._exact)
+        return WideNorm(placed, spec.size, self._config.rms_norm_eps, squares_over_ranks)
 
     def _sinks(self, name: str) -> torch.Tensor:
         sinks = self.linears.read_vector(name, self._config.num_heads, Split.QUERY_HEADS)
@@ -583,6 +596,10 @@ class _WeightLoader:
 def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
     """Returns the share of the model that this rank of a group has; None if it has all."""
     return Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:

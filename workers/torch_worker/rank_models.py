@@ -17,6 +17,7 @@ from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.stored_draft_head import stored_draft_head
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels.kv_cache import ROUNDED
 from manta.workers.kernels.model_protocol import LoadedModel, Model
 from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.model_info import AdapterInfo
@@ -101,7 +102,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     (folder, config), draft = sources.target, sources.draft
     name = _COMMON_DTYPES[group.least(_COMMON_DTYPES.index(sources.dtype))]
     dtype = platform.torch_dtype(name)
-    cached = torch.int8 if kv_dtype(options, name) == "int8" else dtype
+    cached = ROUNDED.get(kv_dtype(options, name), dtype)
     bank = _open_bank(options, config, dtype, platform, group)
     model = load_model(
         folder, config, name, platform, group=group, weights=options.weights, exact=options.exact, bank=bank

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -153,6 +154,8 @@ class Loader:
         """Models that have got their present options here."""
         self._refused: dict[str, RefusedDeployment] = {}
         """Models that Serve refused to deploy at the last attempt."""
+        self._tell_once = functools.lru_cache(maxsize=256)(functools.partial(logger.warning, "%s"))
+        """Logs a text unless that was logged lately."""
         self._for_operators: dict[str, asyncio.Task[None]] = {}
         """Loads of models for operators, which wait for them."""
 
@@ -523,8 +526,7 @@ class Loader:
         """
         self._waiting.refuse(name, lambda: _not_started(name, reason))
         before = self._refused.get(name)
-        if before is None or before.reason != reason:
-            logger.warning("the model %s was not deployed: %s", name, reason)
+        self._tell_once(f"the model {name} was not deployed: {reason}")
         count = 1 if before is None else before.num_refusals + 1
         pause_s = min(RETRY_DEPLOY_S * 2 ** min(count - 1, 16), MAX_RETRY_DEPLOY_S)
         self._refused[name] = RefusedDeployment(count, self._now() + pause_s, reason)

@@ -1,0 +1,42 @@
+"""`engine.exact` over a rounded KV cache: the same tokens and log-probabilities in every form and schedule.
+
+The digests are written down here, like those of `test_exact.py`, whose model and requests these are.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import PROVE
+from tests.engine.test_exact import DIGESTS as WITHOUT
+from tests.engine.test_exact import NUM_REQUESTS, SCHEDULES, answers, folder, make
+from tests.pairs import in_turns
+from tests.workers.cpu_forms import COMPILED, QUANTIZED, in_form
+
+DIGESTS = {
+    "int8": {24: "80b7f9ac35858948", 200: "8841b3c6e792edcc"},
+    "int4": {24: "d87d812aa18b5abf", 200: ""},
+}
+TOKEN_BYTES = {"int8": 432, "int4": 240}
+__all__ = ["folder"]
+
+
+@pytest.mark.parametrize(("form", "cached"), in_turns(QUANTIZED if PROVE else COMPILED[:2], list(DIGESTS)))
+def test_every_form_gives_the_same_answers(form: str, cached: str, folder: str) -> None:
+    assert DIGESTS[cached][NUM_REQUESTS] != WITHOUT[NUM_REQUESTS], "rounding changes some log-probability"
+    with in_form(form):
+        assert answers(make(folder, kv_cache_dtype=cached)) == DIGESTS[cached][NUM_REQUESTS]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cached"), in_turns(SCHEDULES if PROVE else ["chunks of 7", "drafts"], list(DIGESTS))
+)
+def test_every_schedule_gives_the_same_answers(schedule: str, cached: str, folder: str) -> None:
+    assert answers(make(folder, kv_cache_dtype=cached, **SCHEDULES[schedule])) == DIGESTS[cached][NUM_REQUESTS]
+
+
+@pytest.mark.parametrize("cached", DIGESTS)
+def test_preemption_changes_nothing(cached: str, folder: str) -> None:
+    llm = make(folder, kv_cache_dtype=cached, kv_cache_bytes=50 * 16 * TOKEN_BYTES[cached])
+    assert answers(llm) == DIGESTS[cached][NUM_REQUESTS]
+    assert llm.engine.stats().num_preemptions > 0
