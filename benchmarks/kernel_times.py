@@ -205,7 +205,7 @@ def step_rows(seconds: float, bandwidth: float, rate: float) -> None:
             rounded, plain = AttentionCase(*rows, cached), AttentionCase(*rows, wider)
             steps = [functools.partial(each.step, model, config.num_layers) for each in (rounded, plain)]
             floor = (weight_bytes + config.num_layers * rounded.kv_bytes) / bandwidth
-            report(f"{cached} cache, step {STEP_ROWS} x {context}", alternate(*steps, seconds), floor)
+            report(f"{cached} cache, step {STEP_ROWS} x {context}", alternate(steps[0], steps[1], seconds), floor)
 
 
 def onednn_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -106,7 +106,7 @@ def _prompt_logprob_problems(got: Outcome, wanted: Outcome, tolerance: float) ->
     if not got.choices[0].token_ids:
         count = min(map(len, entries))
         entries = [each[:count] for each in entries]
-    return [f"prompt {problem}" for problem in _logprob_problems(*entries, tolerance)]
+    return [f"prompt {problem}" for problem in _logprob_problems(entries[0], entries[1], tolerance)]
 
 
 def _logprob_problems(got: list[TokenLogprobs], wanted: list[TokenLogprobs], tolerance: float) -> list[str]:

@@ -157,7 +157,7 @@ def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
     """Returns a body as a `kind`, without what may be left out. That takes longer, so it is tried as it is first."""
     hashable: Any = kind
     try:
-        return _decoder(hashable).decode(body)  # type: ignore[no-any-return]
+        return _decoder(hashable).decode(body)
     except msgspec.ValidationError:
         fields = msgspec.json.decode(body)
         leave_out_foreign(kind, fields)
