@@ -5,11 +5,17 @@ decode attention, linears and experts also how much of its time the hardware alo
 bandwidth of a plain sum, or to multiply at the rate of torch's largest product. Linears stand against oneDNN's, with
 weights in oneDNN's own layout, and experts in one call against one after the other. Figures of shared machines are
 noisy: take the ratios.
+
+A rounded KV cache stands against that of twice as many bits. A token's key and value of a head of 64 numbers take 256
+bytes in bfloat16, 136 in int8 and 72 in int4, scales included. So by the bytes alone int8 is 1.88 times as fast as
+bfloat16, and int4 1.89 times as fast as int8. The part `steps` decodes with the whole model over such caches; its floor
+counts the bytes of the weights too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -20,19 +26,26 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.forms import bytes_of
+from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.forms import bytes_of, shape_of
+from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kernels import cpu, cpu_experts, kv_cache, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
 from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
+from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import Experts, GatedMlpWeights, Linear, LinearWeight
-from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape
+from manta.workers.models.model_config import HeadShape, kv_head_bytes
+from manta.workers.platforms import choose_platform
 from manta.workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear, make_linear
+from manta.workers.torch_worker.loader import load_model
 
+MODEL = "qwen2.5-0.5b"
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864
+"""The shape of `MODEL`."""
 SCALE = HEAD_DIM**-0.5
 HEAD_SHAPE = HeadShape(HEADS, KV_HEADS, HEAD_DIM, SCALE)
 LINEARS = {"qkv": (1152, HIDDEN), "output": (HIDDEN, HIDDEN), "down": (HIDDEN, INTERMEDIATE), "head": (151_936, HIDDEN)}
@@ -41,6 +54,14 @@ EXPERTS, CHOSEN, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
 """Experts of a layer of Qwen3-30B-A3B, of which a token chooses some, and their widths."""
 GATED, DOWN = (2 * EXPERT_INNER, EXPERT_HIDDEN), (EXPERT_HIDDEN, EXPERT_INNER)
 """Outputs and inputs of an expert's linears."""
+CACHES = (("int8", "bfloat16"), ("int4", "int8"))
+"""Dtypes of KV caches, each beside that of twice as many bits."""
+STEP_ROWS = 32
+"""Rows of a decode step of the whole model."""
+SLOTS_AT_ONCE = 1 << 15
+"""KV slots that are filled together, so that little memory is needed besides the cache."""
+CACHE_BYTES = 1 << 29
+"""Bytes of the layers' keys and values that are used in turn."""
 COLD_BYTES = 1 << 27
 """Bytes of weights that are used in turn, so that no cache holds them."""
 
@@ -91,21 +112,22 @@ def product_rate() -> float:
 class AttentionCase:
     """Random queries over a paged cache with shuffled blocks; many layers, so that no cache helps."""
 
-    def __init__(self, starts: list[int], query_lens: list[int], dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype` is that of the cache: bfloat16, or int8 with scales."""
+    def __init__(self, starts: list[int], query_lens: list[int], cached: str = "bfloat16") -> None:
+        """`cached` is the dtype of the cache: `bfloat16`, `int8` or `int4`."""
         contexts = np.array(starts) + np.array(query_lens)
         max_blocks = -(-int(contexts.max()) // BLOCK_SIZE)
         num_blocks = len(starts) * max_blocks
         tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(len(starts), max_blocks)
         self.metadata = AttentionMetadata.build(QueryTokens(np.array(starts), np.array(query_lens), tables, BLOCK_SIZE))
-        head_bytes = HEAD_DIM + KV_SCALE_BYTES if dtype == torch.int8 else 2 * HEAD_DIM
+        head_bytes = kv_head_bytes(cached, HEAD_DIM)
         layer_bytes = 2 * num_blocks * BLOCK_SIZE * KV_HEADS * head_bytes
-        num_layers = max(1, min(32, 2**30 // layer_bytes))
+        num_layers = max(1, min(32, CACHE_BYTES // layer_bytes))
+        dtype = kv_cache.ROUNDED.get(cached, torch.bfloat16)
         kv = allocate_kv(num_layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype)
         self.layers = [(layer[0], layer[1]) for layer in kv]
         slots = torch.arange(num_blocks * BLOCK_SIZE)
-        for cache in self.layers[0]:
-            kv_cache.write(cache, slots, torch.randn(len(slots), KV_HEADS, HEAD_DIM), BLOCK_SIZE)
+        for cache, some in itertools.product(self.layers[0], slots.split(SLOTS_AT_ONCE)):
+            kv_cache.write(cache, some, torch.randn(len(some), KV_HEADS, HEAD_DIM), BLOCK_SIZE)
         kv[1:] = kv[0]
         self.qkv = torch.randn(self.metadata.num_tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
         self.kv_bytes = 2 * int(contexts.sum()) * KV_HEADS * head_bytes
@@ -117,6 +139,12 @@ class AttentionCase:
 
     def kernel(self) -> torch.Tensor:
         return cpu.paged_attention(self.qkv, *self.next_layer(), self.metadata, HEAD_SHAPE)
+
+    def step(self, model: Model, num_layers: int) -> torch.Tensor:
+        """Returns the logits of a step of the whole model, whose layers take turns with the caches."""
+        caches = list(itertools.islice(itertools.cycle(self.layers), num_layers))
+        token_ids = torch.arange(self.metadata.num_tokens)
+        return model.compute_logits(model.forward(token_ids, self.metadata, caches))
 
     def torch_decode(self) -> torch.Tensor:
         """Gathers every sequence's slots and runs SDPA; contexts of equal length, one token each."""
@@ -154,13 +182,30 @@ def attention_rows(seconds: float, bandwidth: float, rate: float) -> None:
 
 
 def cache_rows(seconds: float, bandwidth: float, rate: float) -> None:
-    """Decode attention over a cache of int8, with one of bfloat16 in the place of torch."""
-    print(f"{'':36}{'int8 ms':>10}{'bf16 ms':>10}{'ratio':>8}{'of floor':>9}")
-    for batch, context in [(1, 1024), (1, 8192), (32, 1024), (32, 4096)]:
-        shape = [context - 1] * batch, [1] * batch
-        rounded, plain = AttentionCase(*shape, torch.int8), AttentionCase(*shape)
-        times = alternate(rounded.kernel, plain.kernel, seconds)
-        report(f"int8 cache, decode {batch} x {context}", times, rounded.kv_bytes / bandwidth)
+    """Decode attention over a rounded cache, with one of twice as many bits in the place of torch."""
+    for cached, wider in CACHES:
+        print(f"{'':36}{cached + ' ms':>10}{wider[:4] + ' ms':>10}{'ratio':>8}{'of floor':>9}")
+        for batch, context in [(1, 1024), (1, 8192), (32, 1024), (32, 4096), (32, 8192)]:
+            shape = [context - 1] * batch, [1] * batch
+            rounded, plain = AttentionCase(*shape, cached), AttentionCase(*shape, wider)
+            times = alternate(rounded.kernel, plain.kernel, seconds)
+            report(f"{cached} cache, decode {batch} x {context}", times, rounded.kv_bytes / bandwidth)
+
+
+def step_rows(seconds: float, bandwidth: float, rate: float) -> None:
+    """A decode step of the whole model over rounded caches, with one of twice as many bits in the place of torch."""
+    folder = benchmark_checkpoint(MODEL)
+    config, shape = load_model_config(folder), shape_of(str(folder))
+    model = load_model(folder, config, "bfloat16", choose_platform("cpu", None))
+    weight_bytes = 2 * (shape.layer_elements + shape.head_elements)
+    for cached, wider in CACHES:
+        print(f"{'':36}{cached + ' ms':>10}{wider[:4] + ' ms':>10}{'ratio':>8}{'of floor':>9}")
+        for context in (1024, 8192):
+            rows = [context - 1] * STEP_ROWS, [1] * STEP_ROWS
+            rounded, plain = AttentionCase(*rows, cached), AttentionCase(*rows, wider)
+            steps = [functools.partial(each.step, model, config.num_layers) for each in (rounded, plain)]
+            floor = (weight_bytes + config.num_layers * rounded.kv_bytes) / bandwidth
+            report(f"{cached} cache, step {STEP_ROWS} x {context}", alternate(steps[0], steps[1], seconds), floor)
 
 
 def onednn_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -221,7 +266,13 @@ def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-PARTS = {"caches": cache_rows, "attention": attention_rows, "linears": linear_rows, "experts": expert_rows}
+PARTS = {
+    "caches": cache_rows,
+    "steps": step_rows,
+    "attention": attention_rows,
+    "linears": linear_rows,
+    "experts": expert_rows,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,16 @@
-"""The proposer `draft`: a small model with the same tokenizer drafts the model's next tokens.
+"""The proposers `draft` and `mtp`: a small model with the same tokenizer, or the draft head in the model's checkpoint,
+drafts the model's next tokens.
 
-Its keys and values are in a separate tensor, but its blocks have the ids and block tables of the model's, so the
+Their keys and values are in a separate tensor, but its blocks have the ids and block tables of the model's, so the
 scheduler allocates both at once. When the proposer is asked for drafts, it computes missing keys and values from a
 sequence's tokens. This module tracks which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes
 and draws. Called by `specdecode/proposers.py`; imports no framework.
+
+A head makes the keys and values at position `i` of the model's hidden state there and of the token at position `i + 1`,
+so it has one position fewer than the sequence has tokens. Blocks that the prefix cache gives to a sequence have hidden
+states too, except those that come from the prefix store: there a head reads zeros. The last position of a block is made
+with the token that followed it first, even in a sequence that goes on in another way. At drafted positions a head reads
+its own hidden states, so these are computed again when the model has computed them.
 """
 
 from __future__ import annotations
@@ -27,10 +34,10 @@ from manta.workers.step import StepInput
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """The part of one sequence that the draft model's cache holds."""
+    """The part of one sequence that the cache of the draft model or head holds."""
 
     num_draft_computed: int
-    """Leading tokens whose keys and values are in the draft model's cache."""
+    """Leading positions whose keys and values are in that cache."""
     num_marked_blocks: int
     """Leading full blocks that are in `DraftModel._written` and may serve other sequences."""
     proposed_at: int = 0
@@ -58,15 +65,20 @@ class _Drafting:
 
 
 class DraftModel:
-    """The proposer `draft`. Reads tokens, parameters and block tables from `sequences`, the target model's.
+    """The proposer `draft`, or `mtp` if `is_draft_head`. Reads tokens, parameters and block tables from `sequences`,
+    the target model's.
 
     In one step it computes at most `max_catch_up_tokens` missing tokens; sequences that lack more get drafts later.
     """
 
-    name = "draft"
-
-    def __init__(self, runner: DraftRunner, sequences: RankSequences, max_catch_up_tokens: int) -> None:
+    def __init__(
+        self, runner: DraftRunner, sequences: RankSequences, max_catch_up_tokens: int, is_draft_head: bool = False
+    ) -> None:
+        self.name = "mtp" if is_draft_head else "draft"
         self.runner = runner
+        self._is_draft_head = is_draft_head
+        self._shift = int(is_draft_head)
+        """Distance from the position of keys and values to that of the token of which they are made."""
         self._sequences = sequences
         self._max_catch_up_tokens = max_catch_up_tokens
         self._written: set[int] = set()
@@ -81,7 +93,7 @@ class DraftModel:
 
     def begin(self, step: StepInput) -> None:
         """Updates valid blocks for a step's new blocks. Of blocks from the prefix cache, the leading ones that the
-        draft model has written count as computed.
+        draft model or head has written count as computed.
         """
         for sequence_id in step.finished:
             self._progress.pop(sequence_id, None)
@@ -97,7 +109,7 @@ class DraftModel:
                 self._written.difference_update(block_ids[num_found:])
 
     def _num_written(self, block_ids: list[int]) -> int:
-        """Returns the number of leading blocks that the draft model has written."""
+        """Returns the number of leading blocks that the draft model or head has written."""
         count = 0
         while count < len(block_ids) and block_ids[count] in self._written:
             count += 1
@@ -126,7 +138,8 @@ class DraftModel:
             if progress is None or each.state.processors is not None:
                 continue
             num_tokens = each.state.num_tokens
-            progress.settle(each.state.tokens[:num_tokens])
+            if not self._is_draft_head:
+                progress.settle(each.state.tokens[:num_tokens])
             capacity = self._sequences.num_blocks(each.sequence_id) * self._sequences.block_size
             capacity = min(capacity, self.runner.max_model_len)
             count = min(each.count, capacity - num_tokens + 1)
@@ -149,7 +162,7 @@ class DraftModel:
                     going_on.append(row)
             rows = going_on
             if rows:
-                newest = [batch[row].state.num_tokens - 1 for row in rows]
+                newest = [batch[row].state.num_tokens - 1 - self._shift for row in rows]
                 tokens = np.array([batch[row].proposed[-1] for row in rows])
                 drawing = {index: batch[row].state for index, row in enumerate(rows)}
                 drawn = self.runner.compute(newest, [1] * len(rows), tokens, tables[rows], drawing)
@@ -163,17 +176,18 @@ class DraftModel:
         starts, counts, pieces = [], [], []
         drawing: dict[int, SequenceState] = {}
         for row, each in enumerate(batch):
-            start = min(each.progress.num_draft_computed, each.num_tokens - 1)
-            count = min(each.num_tokens - start, budget)
+            end = each.num_tokens - self._shift
+            start = min(each.progress.num_draft_computed, end - 1)
+            count = min(end - start, budget)
             if count == 0:
                 continue
             budget -= count
-            if start + count == each.num_tokens:
+            if start + count == end:
                 drawing[len(chosen)] = each.state
             chosen.append(row)
             starts.append(start)
             counts.append(count)
-            pieces.append(each.state.tokens[start : start + count])
+            pieces.append(each.state.tokens[start + self._shift : start + self._shift + count])
         drawn = self.runner.compute(starts, counts, np.concatenate(pieces), tables[chosen], drawing)
         for row, start, count in zip(chosen, starts, counts, strict=True):
             self._mark(batch[row].progress, start + count, tables[row])

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-ProposerName = Literal["prediction", "forced", "history", "ngram", "draft"]
-PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "history", "ngram", "draft")
+ProposerName = Literal["prediction", "forced", "history", "ngram", "draft", "mtp"]
+PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "history", "ngram", "draft", "mtp")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +22,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `history`
     proposes what followed the last four tokens in an earlier answer to the same client. `ngram` proposes what followed
     an earlier occurrence of the last tokens in the text itself. `draft` proposes what `draft_model` draws.
+    `mtp` proposes what the draft head in the model's checkpoint draws (multi-token prediction). Its KV cache takes
+    additional memory, and so does the model's final hidden state of each cached token.
     """
     draft_model: str | None = None
     """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV
@@ -52,6 +54,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"proposers {list(self.proposers)} and draft_model {self.draft_model!r} do not fit: the proposer draft "
                 "needs a draft_model and nothing else does"
             )
+        if {"draft", "mtp"} <= set(self.proposers):
+            raise ValueError(
+                f"proposers {list(self.proposers)} name both draft and mtp, and the KV cache has room for one of them; "
+                "leave the other out"
+            )
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}; lower it")
 
@@ -68,4 +75,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def num_lookahead_tokens(self) -> int:
         """Number of tokens after a sequence's last one for which proposers write to the KV cache."""
-        return self.max_draft_tokens if "draft" in self.proposers else 0
+        return 0 if {"draft", "mtp"}.isdisjoint(self.proposers) else self.max_draft_tokens
+
+    @property
+    def uses_draft_head(self) -> bool:
+        """Whether the draft head in the model's checkpoint is needed."""
+        return "mtp" in self.proposers

@@ -35,8 +35,8 @@ from manta.workers.step import StepInput, StepOutput
 
 
 class SpeculativeWorker:
-    """Rank 0 of an engine that speculates. `target` also holds the draft model, if one is configured. A step computes
-    at most `max_num_batched_tokens`.
+    """Rank 0 of an engine that speculates. `target` also holds the draft model or draft head, if one is configured. A
+    step computes at most `max_num_batched_tokens`.
     """
 
     def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
@@ -52,7 +52,7 @@ class SpeculativeWorker:
             elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
-                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens))
+                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens, name == "mtp"))
         costs = None
         if speculative.adaptive:
             self._cost = StepCost(target.measure())
@@ -143,7 +143,7 @@ class SpeculativeWorker:
 
 
 class _SpeculativeKeeper:
-    """The target's keeper. A draft model has no keys and values for the blocks that it restores."""
+    """The target's keeper. A draft model or head has no keys and values for the blocks that it restores."""
 
     def __init__(self, keeper: PrefixKeeper, chain: ProposerChain) -> None:
         self._keeper = keeper

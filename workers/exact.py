@@ -12,24 +12,8 @@ from manta.workers.models.variants import Variant, variants_of
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""
-_INEXACT = frozenset(
-    {
-        Variant.WIDE_NORMS,
-        Variant.LAYER_NORMS,
-        Variant.ACTIVATION,
-        Variant.EXPERTS,
-        Variant.LATENT,
-        Variant.QUERY_GROWTH,
-        Variant.FINAL_CAP,
-        Variant.RECURRENT,
-        Variant.STREAMS,
-    }
-)
-"""Variants that torch computes, with functions whose last bits differ between processors. Some gates are compiled, and
-short convolutions are products and sums in one order.
-"""
-COMPILED_GATES = ("silu", "gelu_tanh")
-"""Values of `ModelConfig.activation` with compiled kernels."""
+_INEXACT = frozenset({Variant.STREAMS})
+"""Variants that torch computes, with functions whose last bits differ between processors."""
 _OR = "or set exact to false"
 
 
@@ -50,23 +34,25 @@ def check_exact(
         )
     if why_slow is not None:
         raise ModelError(f"exact needs the compiled kernels: {why_slow}; {_OR}")
-    if model is not None and not model.native:
+    if model is not None:
+        _check_model(model)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if not model.native:
         raise ModelError(
             f"exact needs a model that Manta computes itself, and {model.architecture} runs through transformers; take "
             f"another model, {_OR}"
         )
-    if model is not None and (inexact := sorted(each.value for each in _inexact_variants(model))):
+    if inexact := sorted(each.value for each in variants_of(model) & _INEXACT):
         raise ModelError(
             f"exact needs layers whose every part has compiled kernels, and torch computes {', '.join(inexact)} of "
             f"this {model.architecture}; take another model, {_OR}"
         )
-    if model is not None and model.head_dim % HEAD_DIM_MULTIPLE:
-        raise ModelError(
-            f"exact needs heads of a multiple of {HEAD_DIM_MULTIPLE}, and those of this {model.architecture} have "
-            f"{model.head_dim}; take another model, {_OR}"
-        )
-
-
-def _inexact_variants(model: ModelConfig) -> frozenset[Variant]:
-    found = variants_of(model) & _INEXACT
-    return found - {Variant.ACTIVATION} if model.activation in COMPILED_GATES else found
+    attending = [layer for layer, attends in enumerate(model.attends) if attends]
+    for head_dim in sorted({model.heads_of(layer).head_dim for layer in attending}):
+        if head_dim % HEAD_DIM_MULTIPLE:
+            raise ModelError(
+                f"exact needs heads of a multiple of {HEAD_DIM_MULTIPLE}, and those of this {model.architecture} have "
+                f"{head_dim}; take another model, {_OR}"
+            )

@@ -1,4 +1,4 @@
-"""The option `kv_cache_dtype`: in which dtype keys and values are cached, and sentences for what cannot have int8.
+"""The option `kv_cache_dtype`: in which dtype keys and values are cached, and sentences for what cannot round them.
 
 Plain checks, called by the workers and by `manta check`.
 """
@@ -6,7 +6,7 @@ Plain checks, called by the workers and by `manta check`.
 from __future__ import annotations
 
 from manta.workers.model_options import ModelOptions
-from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.model_config import ROUNDED_KV_BITS, ModelConfig, ModelError
 
 _REMEDY = "leave kv_cache_dtype out"
 
@@ -26,7 +26,8 @@ def check_kv_cache(options: ModelOptions, device: str, model: ModelConfig | None
             f"{_REMEDY}"
         )
     if model is not None and model.has_alibi:
+        bits = ROUNDED_KV_BITS[options.kv_cache_dtype]
         raise ModelError(
             f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys hold the "
-            f"biases of their positions (ALiBi) too, and 8 bits are too few for these; {_REMEDY}"
+            f"biases of their positions (ALiBi) too, and {bits} bits are too few for these; {_REMEDY}"
         )

@@ -20,6 +20,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"weights": "int4"},
     "auto, KV cache int8": {"kv_cache_dtype": "int8"},
     "int8, KV cache int8": {"weights": "int8", "kv_cache_dtype": "int8"},
+    "auto, KV cache int4": {"kv_cache_dtype": "int4"},
+    "int8, KV cache int4": {"weights": "int8", "kv_cache_dtype": "int4"},
 }
 """Names of formats, and the options of the engine that make them; `auto` is the checkpoint's dtype."""
 

@@ -42,6 +42,7 @@ from manta.workers.checkpoints.memory import (
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
+from manta.workers.checkpoints.stored_draft_head import about_draft_heads, stored_draft_head
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import kv_dtype
@@ -109,6 +110,8 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_variants(model, device)
     check_block_size(model, engine.block_size)
     check_options(engine, device, model)
+    if _uses_draft_head(engine):
+        stored_draft_head(folder, model)
     num_elements(folder)  # raises unless every file is there and complete
     check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -212,13 +215,13 @@ def check_model(engine: EngineConfig) -> CheckReport:
     tokenizer = check_tokenizer(engine, folder)
     check_templates(tokenizer.folder)
     check_vocabulary(tokenizer, model)
-    tally = check_tensors(folder, model, engine.weights) if model.native else None
+    draft, uses_head = _draft_config(engine), _uses_draft_head(engine)
+    tally = check_tensors(folder, model, engine.weights, with_draft_head=uses_head) if model.native else None
     try:
         platform = choose_platform(engine.device, engine.num_threads, engine.exact)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    draft = _draft_config(engine)
     check_options(engine, platform.name, model, draft, platform.advice)
     adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
     for each in (model, draft):
@@ -232,7 +235,6 @@ def check_model(engine: EngineConfig) -> CheckReport:
     weights, free = own_bytes + draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     smaller = _smaller_weights(folder, dtype, model)
     _check_memory(weights, 0, dtype, free, smaller)
-    draft = _draft_config(engine)
     if draft is not None:
         check_draft_model(draft)
     layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.attends)
@@ -281,6 +283,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_tokens=num_blocks * engine.block_size // len(layers.groups),
         kv_groups=_describe_groups(layers, engine.block_size, block_bytes),
         states=_describe_states(sizes, engine),
+        draft_heads=about_draft_heads(folder, model),
         sequence_bytes=tuple(
             needs.of_sequence(tokens) * block_bytes + 2 * sizes.state_bytes for tokens in SEQUENCE_TOKENS
         ),
@@ -420,6 +423,14 @@ def _quantized(
     return f"{model.quantization.method}: {tally.stored.describe_quantized()}; kept {kept}{remedy}"
 
 
+def _uses_draft_head(engine: EngineConfig) -> bool:
+    return engine.speculative is not None and engine.speculative.uses_draft_head
+
+
 def _draft_config(engine: EngineConfig) -> ModelConfig | None:
+    """Returns the shape of the draft model, or of the draft head in the model's checkpoint."""
+    if _uses_draft_head(engine):
+        target = resolve_model_folder(engine.model)
+        return stored_draft_head(target, load_model_config(target))
     folder = draft_folder(engine)
     return None if folder is None else load_model_config(folder)

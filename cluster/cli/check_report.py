@@ -42,6 +42,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """One line: the groups of layers and the bytes of their blocks. None if all layers see every position."""
     states: str | None = None
     """One line: the recurrent states and their bytes. None if there are none."""
+    draft_heads: str | None = None
+    """One line: the draft heads in the checkpoint. None if there are none."""
     sequence_bytes: tuple[int, ...] = ()
     """Bytes of the KV cache that a sequence of each of `SEQUENCE_TOKENS` holds at most, with the two states of a decode
     step.
@@ -90,6 +92,8 @@ def report_rows(report: CheckReport) -> Iterator[str]:
         rows["windows"] = report.kv_groups
     if report.states:
         rows["states"] = report.states
+    if report.draft_heads:
+        rows["draft heads"] = report.draft_heads
     if report.adapters:
         rows["adapters"] = "; ".join(report.adapters)
     if report.wrapper:

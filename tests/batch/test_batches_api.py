@@ -10,7 +10,7 @@ import json
 import pathlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
@@ -69,6 +69,19 @@ class HeldEngines(RepeatingEngines):
         return held
 
 
+class CountedPlaces(asyncio.Semaphore):
+    """Places that say how many lines wait for one."""
+
+    num_waiting = 0
+
+    async def acquire(self) -> Literal[True]:
+        self.num_waiting += 1
+        try:
+            return await super().acquire()
+        finally:
+            self.num_waiting -= 1
+
+
 class Service:
     """A server without sockets: `restart` is what a kill and a new start come to."""
 
@@ -84,8 +97,8 @@ class Service:
         inside = ServeConfig(engine=EngineConfig(model="demo"), log_requests=False)
         endpoints = Endpoints(inside, TOKENIZER, self.engines, Metrics("demo"))
         records = Records(Storage(self.config.batch_storage or ""), self.config.batches)
-        places = asyncio.Semaphore(self.config.batches.max_in_flight or 4)
-        self.runner = Runner(records, endpoints.answer, places, 4096)
+        self.places = CountedPlaces(self.config.batches.max_in_flight or 4)
+        self.runner = Runner(records, endpoints.answer, self.places, 4096)
         self._serving = asyncio.create_task(self.runner.serve())
 
     async def restart(self) -> None:
@@ -283,7 +296,7 @@ def test_clients_see_only_their_own_and_take_turns(tmp_path: pathlib.Path) -> No
             first = await started(one, requests(40))
             await until(lambda: len(service.engines.asked) == 1)
             second = await started(two, requests(3))
-            await until(lambda: len(service.runner._places._waiters or ()) == 2)  # each has its next line at hand
+            await until(lambda: service.places.num_waiting == 2)  # each has its next line at hand
             service.engines.gate.set()
             await ended(two, second)
             await ended(one, first)

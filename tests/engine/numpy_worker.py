@@ -234,8 +234,10 @@ class NumpyWorker:
         place: RankPlace = ALONE,
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
+        loads_draft_head: bool = False,
     ) -> None:
         assert options.tensor_parallel_size == 1
+        assert not loads_draft_head
         assert place == ALONE
         folder = resolve_model_folder(options.model)
         config = load_model_config(folder)

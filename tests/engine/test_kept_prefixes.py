@@ -117,6 +117,7 @@ def test_a_new_engine_goes_on_from_what_an_earlier_one_computed(kind: str) -> No
 OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8 cache": {"kv_cache_dtype": "int8"},
+    "int4 cache": {"kv_cache_dtype": "int4"},
     "rounded weights": {"weights": "int8"},
     "chunks": {"max_num_batched_tokens": 64},
     "blocks of 32": {"block_size": 32},
@@ -136,7 +137,7 @@ def test_options_change_no_token(name: str) -> None:
     keep(lambda: make_llm(**STORE, **options))
     tokens, num_cached = ask(make_llm(**STORE, **options), 9)
     assert num_cached == NUM_FOUND
-    if name not in ("bfloat16", "int8 cache"):  # there a cold prompt's tokens may depend on its chunks
+    if name not in ("bfloat16", "int8 cache", "int4 cache"):  # there a cold prompt's tokens may depend on its chunks
         assert tokens == cold
 
 
@@ -180,7 +181,14 @@ def test_a_prompt_that_is_sent_once_is_not_kept(cache: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"block_size": 8}, {"weights": "int4"}],
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int4"},
+        {"weights": "int8"},
+        {"block_size": 8},
+        {"weights": "int4"},
+    ],
     ids=str,
 )
 def test_other_numbers_are_another_key(options: dict[str, Any]) -> None:

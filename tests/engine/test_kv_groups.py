@@ -144,9 +144,10 @@ def test_a_failed_row_leaves_nothing_behind_in_any_group() -> None:
     assert run(engine, [prompt], GREEDY) == expected([prompt])
 
 
-def test_int8_caches_have_groups() -> None:
+@pytest.mark.parametrize("cached", ["int8", "int4"])
+def test_rounded_caches_have_groups(cached: str) -> None:
     prompts = make_prompts()
-    plain, tight = (run(make_engine(n, kv_cache_dtype="int8"), prompts, GREEDY) for n in (600, 30))
+    plain, tight = (run(make_engine(n, kv_cache_dtype=cached), prompts, GREEDY) for n in (600, 30))
     assert plain == tight
 
 

@@ -63,6 +63,10 @@ def test_choices_share_their_prompt(kind: str) -> None:
         for kind in KINDS
     ],
 )
-@pytest.mark.parametrize("numbers", [{"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"weights": "int8"}, {"weights": "int4"}],
+    ids=str,
+)
 def test_other_numbers_do_not_depend_on_the_history(kind: str, numbers: dict[str, Any]) -> None:
     assert tokens(make_llm(kind, **numbers)) == tokens(make_llm(kind, **HISTORIES["in chunks"], **numbers))

@@ -17,7 +17,6 @@ from manta.cluster.errors import RequestRefused
 from manta.cluster.llm import LLM, BeamSearchParams, SamplingParams
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.kernels import build
 from manta.workers.kv_groups import most_states
 from manta.workers.models.model_config import ModelError
 from manta.workers.step import NUM_FIXED_STATES
@@ -28,7 +27,6 @@ from tests.workers.test_layer_kinds import folder_of
 from tests.workers.test_models import random_tokens
 
 HYBRID, PURE = KINDS = ("lfm2", "lfm2, convolutions only")
-needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler")
 
 
 def make_llm(kind: str, num_sequences: int = 8, num_blocks: int = 64, **options: Any) -> LLM:
@@ -217,31 +215,10 @@ def test_snapshots_of_a_long_output_leave_room_for_others() -> None:
     assert num_hits(llm, prompt) == 48
 
 
-@needs_kernels
-def test_exact_answers_do_not_depend_on_the_history() -> None:
-    """A short convolution has one order of operations for each token, wherever a chunk or a snapshot begins."""
-
-    def answers(**options: Any) -> list[Any]:
-        llm = LLM(str(folder_of(HYBRID)), exact=True, weights="int8", kv_cache_bytes=1 << 22, **options)
-        params = msgspec.structs.replace(GREEDY, logprobs=2)
-        told = []
-        for _ in range(2):  # the second time from snapshots
-            outputs = llm.generate(prompts(), params, use_tqdm=False)
-            told += [[(entry.token_id, entry.logprob) for entry in each.outputs[0].logprobs or []] for each in outputs]
-        return told
-
-    expected = answers(num_threads=1)
-    for options in (
-        {"max_num_batched_tokens": 11, "num_threads": 1},
-        {"speculative": NGRAM, "num_threads": 2},
-        {"max_num_sequences": 1, "enable_prefix_caching": False},
-    ):
-        assert answers(**options) == expected
-
-
-def test_int8_keys_leave_states_as_they_are() -> None:
+@pytest.mark.parametrize("cached", ["int8", "int4"])
+def test_rounded_keys_leave_states_as_they_are(cached: str) -> None:
     """A model without attention has nothing to round."""
-    assert run(make_llm(PURE, kv_cache_dtype="int8")) == expected(PURE)
+    assert run(make_llm(PURE, kv_cache_dtype=cached)) == expected(PURE)
 
 
 def test_a_draft_model_with_states_is_refused_by_name() -> None:

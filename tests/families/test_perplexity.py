@@ -38,6 +38,8 @@ KINDS = {
 """A case of each kind of mixer."""
 MOST_DIFFERENCE = {"float32": 1e-5, "bfloat16": 2e-3}
 """Largest relative difference of the perplexities, by dtype. In bfloat16 both round differently."""
+MOST_ROUNDED = {"int8": 1e-3, "int4": 6e-3}
+"""Largest relative growth of the perplexity over a rounded KV cache, by its dtype."""
 
 
 def pieces(tokenizer: Tokenizer) -> tuple[torch.Tensor, list[list[int]]]:
@@ -66,6 +68,20 @@ def train(model: Any, tokens: torch.Tensor) -> None:
     model.eval()
 
 
+def trained(config: Any, folder: pathlib.Path) -> tuple[Any, list[list[int]]]:
+    """Trains a model of transformers and saves it. Returns it and texts that it has not seen."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        set_buffers(model)
+    make_tokenizer(folder)
+    tokens, texts = pieces(Tokenizer(folder))
+    with on_one_thread():
+        train(model, tokens)
+    model.save_pretrained(folder)
+    return model, texts
+
+
 @torch.inference_mode()
 def perplexity_of_transformers(model: Any, texts: list[list[int]]) -> float:
     logits = model(input_ids=torch.tensor(texts), use_cache=False).logits[:, :-1].float()
@@ -86,20 +102,28 @@ def perplexity(llm: LLM, texts: list[list[int]]) -> float:
 def test_the_perplexity_is_that_of_transformers(
     kind: str, tmp_path: pathlib.Path, record_property: Callable[[str, object], None]
 ) -> None:
-    torch.manual_seed(0)
     case = CASES[kind]
-    config = getattr(transformers, case.config)(**SIZES | case.options, dtype="float32")
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        set_buffers(model)
-    make_tokenizer(tmp_path)
-    tokens, texts = pieces(Tokenizer(tmp_path))
+    model, texts = trained(getattr(transformers, case.config)(**SIZES | case.options, dtype="float32"), tmp_path)
     with on_one_thread():
-        train(model, tokens)
-        model.save_pretrained(tmp_path)
         for dtype, most in MOST_DIFFERENCE.items():
             expected = perplexity_of_transformers(model.to(getattr(torch, dtype)), texts)
             assert expected < VOCAB_SIZE / 10, "it has learnt nothing"
             found = perplexity(LLM(str(tmp_path), dtype=dtype, num_threads=1, max_num_batched_tokens=96), texts)
             record_property(dtype, f"{found:.4f} ({found / expected - 1:+.1e})")
             assert abs(found / expected - 1) <= most, dtype
+
+
+@pytest.mark.prove
+def test_a_rounded_cache_costs_little_perplexity(
+    tmp_path: pathlib.Path, record_property: Callable[[str, object], None]
+) -> None:
+    _, texts = trained(transformers.LlamaConfig(**SIZES, head_dim=64, dtype="float32"), tmp_path)
+    with on_one_thread():
+        found = {
+            cached: perplexity(LLM(str(tmp_path), dtype="float32", num_threads=1, kv_cache_dtype=cached), texts)
+            for cached in ("auto", *MOST_ROUNDED)
+        }
+    for cached, most in MOST_ROUNDED.items():
+        growth = found[cached] / found["auto"] - 1
+        record_property(cached, f"{found[cached]:.4f} ({growth:+.1e})")
+        assert growth <= most, cached

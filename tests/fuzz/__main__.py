@@ -23,7 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 from tests.conftest import PLUGIN
 from tests.fuzz import cases, engines
 from tests.fuzz.campaign import Campaign, check_engine
-from tests.fuzz.generate import generate, generate_recurrent
+from tests.fuzz.generate import generate, generate_exact, generate_recurrent
 
 
 def main() -> int:
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="cases, if fewer than the time allows")
     parser.add_argument("--device", choices=("auto", "tpu"), default="auto", help="tpu: the JAX worker, simulated")
     parser.add_argument("--recurrent", action="store_true", help="models with recurrent states")
+    parser.add_argument("--exact", action="store_true", help="exact engines, with a model of each mixer")
     parser.add_argument("--http", action="store_true", help="over HTTP against a live server")
     parser.add_argument("--numbers", action="store_true", help="extreme numbers in schemas, options and files")
     parser.add_argument("--case", type=pathlib.Path, help="a case to run again, and nothing else")
@@ -43,7 +44,8 @@ def main() -> int:
         return fuzz_numbers(itertools.islice(itertools.count(options.seed), options.count), 60 * options.minutes)
     sys.path.append(str(PLUGIN))  # as the tests' fixture `plugin` does
     logging.disable(logging.ERROR)  # injected faults are logged, as they should be
-    campaign = Campaign(check_engine, generate_recurrent if options.recurrent else generate)
+    make = generate_exact if options.exact else generate_recurrent if options.recurrent else generate
+    campaign = Campaign(check_engine, make)
     if options.device == "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     engines.DEVICE = options.device

@@ -25,7 +25,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The engine under test. The defaults are those of a roomy engine without speculation."""
 
     family: str = "llama"
-    """One of `tests.checkpoints.FAMILIES`, with float32 weights."""
+    """One of `tests.checkpoints.FAMILIES`, or of the cases of `tests/workers/test_layer_kinds.py`, with float32
+    weights.
+    """
+    exact: bool = False
+    """Whether the engines are exact, with weights of int8. Then nothing differs by rounding."""
     num_blocks: int = 256
     block_size: int = 16
     max_model_len: int = 256

@@ -63,7 +63,7 @@ class FuzzLLM(LLM):
 
 def engine_options(settings: Settings) -> dict[str, Any]:
     """Fields of `manta.cluster.config.EngineConfig`."""
-    folder = checkpoint(settings.family, dtype="float32")
+    folder = reference.model_folder(settings.family)
     target, draft_config = load_model_config(folder), None
     speculative = None
     if settings.proposers:
@@ -105,6 +105,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         },
         "speculative": speculative,
         "overlap": "off" if settings.overlap == "off" else "on",
+        **reference.exactness(settings.exact),
     }
 
 

@@ -24,6 +24,7 @@ STOP_STRINGS = ("e", "th", " a", "o", "ing", "1", "}", "S", "ab", "é")
 
 PROPOSERS = (("ngram",), ("forced",), ("forced", "ngram"), ("ngram", "forced"), ("draft",), ("forced", "draft"))
 OVERLAPS: tuple[Any, ...] = ("thread", "off", "device", "off")
+EXACT_FAMILIES = ("qwen3_5", "kimi_linear", "falcon_h1", "jamba", "minimax", "minicpm3", "lfm2")
 SHARE_OF_STORMS = 0.12
 """Cases whose requests are each more urgent than the one before: each preempts those that run."""
 SHARE_OF_ACTORS = 0.02
@@ -44,6 +45,13 @@ def generate_recurrent(seed: int) -> Case:
         pool_form="threads",
         max_num_sequences=min(case.settings.max_num_sequences, case.settings.num_blocks),
     )
+    return msgspec.structs.replace(case, settings=settings)
+
+
+def generate_exact(seed: int) -> Case:
+    """The same case on an exact engine, on a model of one mixer after the other."""
+    case = generate_recurrent(seed)
+    settings = msgspec.structs.replace(case.settings, family=EXACT_FAMILIES[seed % len(EXACT_FAMILIES)], exact=True)
     return msgspec.structs.replace(case, settings=settings)
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,11 +17,12 @@ import torch
 from manta.cluster.llm import LLM
 from manta.structured.constraint import ConstraintSpec, Resolved
 from manta.workers.sampling_params import OutputKind, SamplingParams, child_seed
-from tests.checkpoints import checkpoint
+from tests.checkpoints import FAMILIES, checkpoint
 from tests.engine_parts import worker_of
-from tests.fuzz.cases import Request, Settings
+from tests.fuzz.cases import MASK_SECONDS, Request, Settings
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES
+from tests.workers.test_layer_kinds import folder_of
 
 KV_CACHE_BYTES = 2**24
 COMPILE_SECONDS = 60.0
@@ -34,25 +37,48 @@ NUM_PERTURBED = 6
 MAX_HANGING_THREADS = 8
 """Grammar threads that hang stay for as long as the process. An engine that has so many gives way to another."""
 
-_engines: dict[tuple[str, float], LLM] = {}
+
+class Plain(NamedTuple):
+    """An engine that cases are compared with."""
+
+    family: str = "llama"
+    mask_seconds: float = MASK_SECONDS
+    exact: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Plain:
+        return cls(settings.family, settings.mask_seconds, settings.exact)
 
 
-def plain(family: str, mask_seconds: float) -> LLM:
-    llm = _engines.get((family, mask_seconds))
+_engines: dict[Plain, LLM] = {}
+
+
+def model_folder(family: str) -> pathlib.Path:
+    return checkpoint(family, dtype="float32") if family in FAMILIES else folder_of(family)
+
+
+def exactness(is_exact: bool) -> dict[str, Any]:
+    """Returns fields of `manta.cluster.config.EngineConfig`."""
+    return {"exact": True, "weights": "int8"} if is_exact else {}
+
+
+def plain(kind: Plain) -> LLM:
+    llm = _engines.get(kind)
     if llm is None or llm.engine.stats().grammar_pool.num_hanging_workers >= MAX_HANGING_THREADS:
-        llm = _engines[family, mask_seconds] = _make_plain(family, mask_seconds)
+        llm = _engines[kind] = _make_plain(kind)
     return llm
 
 
-def _make_plain(family: str, mask_seconds: float) -> LLM:
+def _make_plain(kind: Plain) -> LLM:
     llm = LLM(
-        str(checkpoint(family, dtype="float32")),
+        str(model_folder(kind.family)),
         dtype="float32",
         num_threads=1,
         kv_cache_bytes=KV_CACHE_BYTES,
         enable_prefix_caching=False,
-        grammar_pool={"form": "threads", "num_workers": 1, "mask_seconds": mask_seconds},
+        grammar_pool={"form": "threads", "num_workers": 1, "mask_seconds": kind.mask_seconds},
         constraints={"compile_seconds": COMPILE_SECONDS},
+        **exactness(kind.exact),
     )
     for name, factory in FACTORIES.items():
         llm.register_logits_processor(name, factory)
@@ -62,12 +88,12 @@ def _make_plain(family: str, mask_seconds: float) -> LLM:
 @functools.cache
 def resolved(spec: ConstraintSpec) -> Resolved:
     """Every family has the same vocabulary."""
-    return plain("llama", Settings().mask_seconds).engine.constraints.resolve(spec).result()
+    return plain(Plain()).engine.constraints.resolve(spec).result()
 
 
 def expected(request: Request, settings: Settings) -> Outcome:
     """What the request must come to if nothing hits it. Not to be changed: it is remembered."""
-    return _expected(_as_alone(request), settings.family, settings.mask_seconds, settings.max_length)
+    return _known(msgspec.json.encode(_as_alone(request)), Plain.of(settings), settings.max_length)
 
 
 def _as_alone(request: Request) -> Request:
@@ -77,13 +103,9 @@ def _as_alone(request: Request) -> Request:
 
 
 @functools.lru_cache(maxsize=20_000)
-def _known(encoded: bytes, family: str, mask_seconds: float, max_length: int) -> Outcome:
+def _known(encoded: bytes, kind: Plain, max_length: int) -> Outcome:
     request = msgspec.json.decode(encoded, type=Request)
-    return _compute(plain(family, mask_seconds), request, max_length)
-
-
-def _expected(request: Request, family: str, mask_seconds: float, max_length: int) -> Outcome:
-    return _known(msgspec.json.encode(request), family, mask_seconds, max_length)
+    return _compute(plain(kind), request, max_length)
 
 
 def _compute(llm: LLM, request: Request, max_length: int) -> Outcome:
@@ -116,7 +138,7 @@ def _single(params: SamplingParams, room: int) -> Iterator[SamplingParams]:
 
 def perturbed(request: Request, settings: Settings) -> Iterator[Outcome]:
     """The same with logits that differ by rounding: where these part from `expected`, tokens were as good as equal."""
-    llm = plain(settings.family, settings.mask_seconds)
+    llm = plain(Plain.of(settings))
     for seed in range(NUM_PERTURBED):
         with _noisy_logits(llm, seed):
             yield _compute(llm, _as_alone(request), settings.max_length)

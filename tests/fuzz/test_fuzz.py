@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz import campaign as campaigns
 from tests.fuzz.campaign import Campaign, check_engine
 from tests.fuzz.cases import Case, load, save
-from tests.fuzz.generate import generate, generate_recurrent
+from tests.fuzz.generate import generate, generate_exact, generate_recurrent
 from tests.fuzz.shrink import shrink
 
 pytestmark = pytest.mark.usefixtures("plugin", "quiet")
@@ -29,6 +29,8 @@ NUM_PROVEN = 50
 """Seeds within which every feature must occur."""
 NUM_RECURRENT, NUM_RECURRENT_PROVEN, RECURRENT_GROUP = 4, 1000, 100
 """Seeds of the recurrent model in the suite, and in groups among the long tests."""
+NUM_EXACT, NUM_EXACT_PROVEN, EXACT_GROUP = 1, 420, 70
+"""Seeds of exact engines, whose models have one mixer after the other, in the suite and among the long tests."""
 FIRST_LONG_SEED = 1_000_000
 NUM_LONG_PARTS, LONG_PART_SECONDS = 12, 300.0
 """An hour together; each part is recorded by itself when it has passed."""
@@ -68,6 +70,18 @@ def test_random_cases_of_a_recurrent_model_equal_the_plain_engine() -> None:
 def test_a_thousand_histories_of_a_recurrent_model(first: int, record_property) -> None:
     campaign = run(range(first, first + RECURRENT_GROUP), make=generate_recurrent)
     for name in ("cases", "requests", "tokens", "preemptions", "late rows", "prefix cache hits", "near ties"):
+        record_property(name, campaign.counts[name])
+
+
+def test_random_cases_of_exact_engines_equal_the_plain_one() -> None:
+    run(range(NUM_EXACT), make=generate_exact)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("first", range(0, NUM_EXACT_PROVEN, EXACT_GROUP))
+def test_hundreds_of_histories_of_exact_engines(first: int, record_property) -> None:
+    campaign = run(range(first, first + EXACT_GROUP), make=generate_exact)
+    for name in ("cases", "requests", "tokens", "preemptions", "late rows", "prefix cache hits"):
         record_property(name, campaign.counts[name])
 
 

@@ -439,6 +439,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve demo --set engine.weights=int8 --set engine.exact=true": starts_a_server,
     "manta serve demo --generation-config none": starts_a_server,
     "manta serve demo --kv-cache-dtype int8": starts_a_server,
+    "manta serve demo --kv-cache-dtype int4": starts_a_server,
     "manta serve --set engine.prefix_store_bytes=4GiB": starts_a_server,
     "manta serve --quiet": is_named,
     "manta serve demo --max-model-len 512": starts_a_server,
@@ -453,6 +454,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
         starts_a_server
     ),
+    "manta serve Qwen/Qwen3.5-4B --set 'engine.speculative={proposers: [forced, ngram, mtp]}'": is_named,
     "manta batch": is_named_with_files,
     "manta batch requests.jsonl answers.jsonl": answers_a_batch,
     "manta batch requests.jsonl answers.jsonl --set num_engine_replicas=2": answers_a_batch,

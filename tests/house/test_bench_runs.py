@@ -42,7 +42,9 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             marks=PROVE,
         ),
         pytest.param("host", ["--parts", "loops", "--steps", "2"], "| two ranks | 256 |", marks=PROVE),
-        pytest.param("kernel_times", ["--parts", "caches", "--seconds", "0.01"], "decode 32 x 4096", marks=PROVE),
+        pytest.param(
+            "kernel_times", ["--parts", "caches", "--seconds", "0.01"], "int4 cache, decode 32 x 4096", marks=PROVE
+        ),
         pytest.param(
             "same_tokens",
             ["--peer-checkout", str(ROOT), "--families", "llama", "--settings", "plain"],

@@ -132,7 +132,7 @@ def test_an_answer_without_a_finite_probability_is_a_failure(
     monkeypatch.setattr("manta.workers.torch_worker.model_runner.prompt_logprobs", broken)
     answer = asked(server, input=f"{TEXT} {value}")
     assert answer.status_code == 500
-    assert answer.json()["error"]["type"] == "internal_error"
+    assert answer.json()["error"]["code"] == "internal_error"
 
 
 def test_an_input_of_items_is_asked_in_its_last_message(server: ThreadedServer) -> None:

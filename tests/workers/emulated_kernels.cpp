@@ -27,6 +27,9 @@ void manta_round_weight(int, const void*, int, int, int, int, void*, void*);
 void manta_pack_quantized(const void*, const void*, const void*, const void*, void*, int, int, int, int, int, int, int);
 void manta_quantized_linear(int, const void*, const void*, const void*, const void*, const void*, void*, int, int, int,
                             int, int, int, int, int, int, int);
+void manta_head_products(int, const void*, const void*, void*, int, int, int, int, int, int);
+void manta_softmax(const float*, float*, int64_t, int);
+void manta_log1p(const float*, float*, int64_t);
 }
 
 namespace {
@@ -101,6 +104,9 @@ int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
     KERNEL(manta_pack_quantized);
     KERNEL(manta_round_weight);
     KERNEL(manta_quantized_linear);
+    KERNEL(manta_head_products);
+    KERNEL(manta_softmax);
+    KERNEL(manta_log1p);
     exit(3);
 }
 

@@ -510,35 +510,11 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
         check_variants(config, "tpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("cohere2", "norms that subtract the mean"),
-        ("gpt_oss", "experts, gates other than SiLU"),
-        ("minicpm3", "latent attention"),
-        ("qwen3_5", "recurrent states"),
-        ("minimax", "experts, recurrent states"),
-    ],
-)
-def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
-    folder = folder_of(name)
+def test_exact_refuses_what_torch_computes() -> None:
+    folder = folder_of("gemma3n")
     options = ModelOptions(model=str(folder), exact=True, weights="int8")
-    with pytest.raises(ModelError, match=f"torch computes .*{words} of this"):
+    with pytest.raises(ModelError, match="torch computes several residual streams of this Gemma3n"):
         check_exact(options, "cpu", load_model_config(folder))
-
-
-def test_exact_gives_gelu_with_tanh_the_same_bits_in_every_form() -> None:
-    folder, tokens = folder_of("gemma3"), random_tokens(60)
-    config = load_model_config(folder)
-    check_exact(ModelOptions(model=str(folder), exact=True, weights="int8"), "cpu", config)
-    found = []
-    for name in COMPILED:
-        with in_form(name), torch.inference_mode():
-            platform = choose_platform("cpu", 1, exact=True)
-            model = load_model(folder, config, "bfloat16", platform, weights="int8", exact=True)
-            cache = Cache(folder, "bfloat16", model)
-            found.append(torch.cat([cache.run((0, piece))[0] for piece in (tokens[:50], tokens[50:51], tokens[51:])]))
-    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

@@ -40,6 +40,11 @@ class PlacedOnly:
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
+    gate = staticmethod(reference.gate)
+    layer_norm = staticmethod(reference.layer_norm)
+    cap = staticmethod(reference.cap)
+    log1p = staticmethod(reference.log1p)
+    head_products = staticmethod(reference.head_products)
     recurrent: RecurrentKernels = recurrent_layer
     route = staticmethod(expert_choice.route)
 
@@ -96,6 +101,9 @@ class OtherPlatform:
         self.num_weights += 1
         linear = TorchLinear(weight.dense().to(weight.dtype, copy=True), weight.bias)
         return GatedLinear(linear, functools.partial(reference.gate, weight.activation)) if weight.gated else linear
+
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return TorchLinear(weight, bias)
 
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()

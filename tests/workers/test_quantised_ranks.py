@@ -30,6 +30,7 @@ from tests.quantised_checkpoints import (
     of_layers,
     quantised_pair,
 )
+from tests.workers.test_layer_kinds import folder_of
 from tests.workers.test_quantised_formats import FORMATS, NUM_TOKENS, PROMPTS, greedy
 from tests.workers.test_quantised_linear import logits_of, needs_kernels
 from tests.workers.thread_group import ThreadGroup
@@ -88,6 +89,57 @@ def test_exact_ranks_give_the_bits_of_one(name: str, tmp_path: pathlib.Path) -> 
     quantised, _ = quantised_pair(checkpoint("llama", **sizes), tmp_path, FORMATS[name].quantise, FORMATS[name].config)
     expected = logits_alone(quantised, "int8", exact=True)
     assert torch.equal(logits_of_ranks(quantised, 4, "int8", exact=True), expected)
+
+
+MIXERS: dict[str, dict[str, int]] = {
+    "kimi_linear": {},
+    "granite_hybrid without experts": {},
+    "jamba": {},
+    "minimax": {},
+    "qwen3_next": {"shared_expert_intermediate_size": 64},
+    "olmo_hybrid": {},
+    "gpt_oss": {},
+}
+"""Families whose ranks gather something of their own, and sizes that two ranks divide."""
+OTHER_MIXERS: dict[str, dict[str, int]] = {
+    "lfm2": {},
+    "lfm2_moe": {},
+    "qwen3_5": {},
+    "falcon_h1": {},
+    "falcon_h1 with norms": {},
+    "nemotron_h": {"moe_shared_expert_intermediate_size": 64},
+    "bamba": {},
+    "mamba": {},
+    "falcon_mamba": {},
+    "mamba2": {},
+    "minicpm3": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "mixtral": {},
+    "olmo2": {},
+    "cohere2": {},
+    "gemma2": {},
+    "llama4": {"intermediate_size_mlp": 96},
+    "xlstm": {},
+    "zamba2": {},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [*MIXERS, *(pytest.param(kind, marks=pytest.mark.prove) for kind in OTHER_MIXERS)])
+def test_exact_ranks_split_every_mixer(kind: str) -> None:
+    """Ranks gather experts, products of all channels, and rows whose norm is over the heads of all ranks."""
+    folder = folder_of(kind, **(MIXERS | OTHER_MIXERS)[kind])
+    expected = logits_alone(folder, "int8", exact=True)
+    assert torch.equal(logits_of_ranks(folder, 2, "int8", exact=True), expected)
+
+
+@needs_kernels
+def test_exact_ranks_share_key_heads_under_one_norm() -> None:
+    """Two ranks hold the same key head, whose squares are counted once."""
+    folder = folder_of("olmo2", intermediate_size=128)
+    expected = logits_alone(folder, "int8", exact=True)
+    assert torch.equal(logits_of_ranks(folder, 4, "int8", exact=True), expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

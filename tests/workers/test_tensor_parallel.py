@@ -29,6 +29,7 @@ from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
+from tests.draft_heads import folder_with_head
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.pairs import in_turns
 from tests.specdecode.test_speculative import SAMPLED
@@ -153,6 +154,11 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
 )
 def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_shard_size: str) -> None:
     assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.prove)])
+def test_rank_0_drafts_with_the_head_of_the_checkpoint(two: RankProcesses, kind: str) -> None:
+    assert_same(two, ALL_GREEDY, str(folder_with_head(kind)), **drafting("mtp"))
 
 
 def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
@@ -285,6 +291,7 @@ def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
     assert two.call_all(rank_child.num_called_back) == [0, 0]
 
 
+EXACT_KINDS = ("kimi_linear", "lfm2", "qwen3_5", "falcon_h1", "jamba", "minimax", "mamba2", "minicpm3", "olmo_hybrid")
 EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True, "mlp_bias": True}
 """A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""
 
@@ -303,9 +310,9 @@ def bits(folder: str, **options: Any) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "auto"]))
+@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "int4", "auto"]))
 def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str, cache: str) -> None:
-    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of an int8 cache."""
+    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of a rounded cache."""
     folder = str(checkpoint("llama", **EXACT_SIZES))
     expected = bits(folder, weights=weights, kv_cache_dtype=cache)
     for ranks in (two, four):
@@ -313,6 +320,17 @@ def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcess
             assert bits(folder, weights=weights, kv_cache_dtype=cache) == expected
             assert ranks.call_all(rank_child.num_called_back) == [0] * ranks.num_ranks
         assert executors[0].num_disagreements == 0
+
+
+@needs_kernels
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
+    """`test_quantised_ranks.py` compares the logits of each kind."""
+    folder = str(folder_of(kind))
+    expected = bits(folder, weights="int8")
+    with in_forms(two, COMPILED[::-1]), over_ranks(two):
+        assert bits(folder, weights="int8") == expected
 
 
 @needs_kernels

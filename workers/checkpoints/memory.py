@@ -103,8 +103,8 @@ def plan_kv_cache(
     3. `most_of_free` of `free_bytes`, but no more than the longest sequences can fill. With `shares_memory`, other
        programs need memory too, and the constants above bound the size.
 
-    A block holds the keys and values of the `draft` model too. `_share_out` divides the cache between blocks and
-    recurrent states.
+    A block holds the keys and values of the `draft` model too, and the hidden states that a draft head reads.
+    `_share_out` divides the cache between blocks and recurrent states.
 
     Raises `ModelError` if the cache would not hold a single block, or the states of a single sequence.
     """
@@ -114,6 +114,8 @@ def plan_kv_cache(
     block_bytes = model.layer_bytes_per_token(cached) * layers.layers_per_block * block_size
     if draft is not None:
         block_bytes += draft.layer_bytes_per_token(cached) * draft.num_layers * block_size
+        if draft.is_draft_head:
+            block_bytes += draft.hidden_size * DTYPE_BYTES[dtype] * block_size
     num_steps_ahead = int(options.overlaps(is_asynchronous) and not has_drafts)
     states = _StateNeeds(model.state_bytes, most_states(num_steps_ahead, has_drafts))
     needs, positions = block_needs(layers.groups, options), model.max_position_embeddings
@@ -303,6 +305,7 @@ _TEXT_NAMES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "lm_head.": "lm_head.",
+    "mtp.": "mtp.",
 }
 """How the names of a text decoder's tensors begin in the checkpoints of multimodal models, and in those of its own."""
 _OF_TEXT = tuple(stored for stored, usual in _TEXT_NAMES.items() if stored != usual)

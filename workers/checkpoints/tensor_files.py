@@ -19,6 +19,7 @@ import msgspec
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
 from manta.workers.checkpoints.stored_files import open_file
+from manta.workers.models.draft_heads import DRAFT_PREFIXES
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
 
@@ -28,8 +29,6 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
 quantised KV cache, which Manta does not have.
 """
-_IGNORED_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
-"""Beginnings of the names of layers that draft tokens (multi-token prediction), which are not served."""
 _MAP_NORESERVE, _USUAL_MACHINES = 0x4000, ("x86_64", "aarch64")
 """The flag of Linux, which Python has from 3.13 on, and processors for which it has this value."""
 _HEAD = "lm_head.weight"
@@ -175,7 +174,7 @@ class TensorFiles:
         left = [
             name
             for name in self._entries.keys() - self._taken - set(but)
-            if not name.endswith(_IGNORED_SUFFIXES) and not name.startswith((*_IGNORED_PREFIXES, *below))
+            if not name.endswith(_IGNORED_SUFFIXES) and not name.startswith((*DRAFT_PREFIXES, *below))
         ]
         if left:
             shown = ", ".join(sorted(left)[:5])

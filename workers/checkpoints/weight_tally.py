@@ -88,6 +88,9 @@ class CountingPlatform:
         self.tally.add_linear(weight)
         return TorchLinear(weight.weight, weight.bias)
 
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return TorchLinear(weight, bias)
+
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         return LoopedExperts(experts, config.scales_inputs)
 

@@ -26,10 +26,10 @@ from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
-from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import narrowed
-from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
+from manta.workers.kernels.linears import GatedLinear
+from manta.workers.kernels.protocol import Forward, Kernels, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -48,10 +48,10 @@ from manta.workers.models.model_config import HeadShape, ModelConfig, QueryGrowt
 from manta.workers.platforms import Platform
 
 
-def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+def query_growth(growth: QueryGrowth, positions: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
     steps = (positions.float() + growth.first).div_(growth.period).floor_()
-    return steps.log1p_().mul_(growth.rate).add_(1).unsqueeze(-1)
+    return kernels.log1p(steps).mul_(growth.rate).add_(1).unsqueeze(-1)
 
 
 def _filled_up(qkv: torch.Tensor, heads: HeadShape, value_dim: int) -> torch.Tensor:
@@ -100,14 +100,31 @@ class Decoder:
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds what each layer keeps.
         """
-        tables = self._rotary_tables(metadata.max_context_len, token_ids.device)
-        embedded = self.weights.embedding(token_ids)
-        if self._embedding_scale != 1:
-            embedded = embedded.mul_(self._embedding_scale)
-        run, caches = self.compiled or self._run, self._own_caches(kv_caches)
+        embedded = self.embed(token_ids)
         if self.weights.layer_inputs is None:
-            return run(embedded, tables, metadata, caches)
+            return self.forward_embedded(embedded, metadata, kv_caches)
         inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+        return self.forward_embedded(embedded, metadata, kv_caches, inputs)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
+        embedded = self.weights.embedding(token_ids)
+        return embedded if self._embedding_scale == 1 else embedded.mul_(self._embedding_scale)
+
+    def forward_embedded(
+        self,
+        embedded: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those that each
+        layer has of its own.
+        """
+        tables = self._rotary_tables(metadata.max_context_len, embedded.device)
+        run, caches = self.compiled or self._run, self._own_caches(kv_caches)
+        if inputs is None:
+            return run(embedded, tables, metadata, caches)
         return run(embedded, tables, metadata, caches, inputs)
 
     def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
@@ -140,7 +157,9 @@ class Decoder:
         normed = self._norm(residual, self.weights.layers[0].input_norm)
         config = self.config
         embedded = residual if config.shared_blocks is None else residual.clone()
-        growth = None if config.query_growth is None else query_growth(config.query_growth, metadata.positions)
+        growth = None
+        if config.query_growth is not None:
+            growth = query_growth(config.query_growth, metadata.positions, self._kernels)
         chunks: dict[int, AttentionMetadata] = {}
         for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
@@ -154,7 +173,7 @@ class Decoder:
                 torch.mul(normed, layer.stream_factors[0], out=residual)
             if layer.block is not None:
                 attend = functools.partial(self._attend_block, table, group, kv_cache[:2], heads)
-                run_mlp = functools.partial(self._mlp, metadata=metadata)
+                run_mlp = functools.partial(self._block_mlp, metadata=metadata)
                 eps = config.rms_norm_eps
                 normed = mixer_input(layer.block, residual, embedded, eps, self._kernels, attend, run_mlp)
                 kv_cache = kv_cache[2:]
@@ -235,7 +254,7 @@ class Decoder:
         """Returns the norm of x, or x itself where there is none."""
         if weight is None:
             return x
-        norm = reference.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
+        norm = self._kernels.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
         return norm(x, weight, self.config.rms_norm_eps)
 
     def _add(self, update: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
@@ -302,7 +321,8 @@ class Decoder:
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
             query_norm, key_norm = attention.wide_norms
-            qkv = torch.cat((query_norm(query), key_norm(key), value), dim=-1)
+            layer = self._kernels.recurrent
+            qkv = torch.cat((query_norm(query, layer), key_norm(key, layer), value), dim=-1)
         if attention.v_norm is not None:
             values = qkv[:, -heads.num_kv_heads * heads.head_dim :].unflatten(-1, (heads.num_kv_heads, heads.head_dim))
             values.copy_(self._kernels.rms_norm(values, attention.v_norm, eps))
@@ -341,12 +361,17 @@ class Decoder:
         parts = normed.split(-(-num_rows // num_parts))
         return torch.cat([mlp.down.forward(mlp.gated.forward(rows)) for rows in parts])
 
+    def _block_mlp(self, mlp: GatedMlpWeights, normed: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Returns the result of an MLP whose first linear has no gate."""
+        gated = GatedLinear(mlp.gated, functools.partial(self._kernels.gate, self.config.activation))
+        return self._mlp(GatedMlpWeights(gated, mlp.down), normed, metadata)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in the model's dtype, [num_rows, vocab_size], of rows of `forward`'s result."""
         logits = self.weights.head.forward(hidden)
         if self.config.logits_scale != 1:
             logits = logits * self.config.logits_scale
-        return reference.cap(logits, self.config.final_cap)
+        return self._kernels.cap(logits, self.config.final_cap)
 
     def _rotary_tables(self, num_positions: int, device: torch.device) -> RotaryTables:
         """Returns the same list until a longer context comes."""

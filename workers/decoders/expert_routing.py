@@ -26,5 +26,7 @@ def run_experts(
     total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
         result = experts.shared.down.forward(experts.shared.gated.forward(x, step), step).float()
-        total += result if experts.shared_gate is None else result * experts.shared_gate.forward(x.float()).sigmoid()
+        if experts.shared_gate is not None:
+            result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float()))
+        total += result
     return experts.join(total.to(x.dtype))

@@ -55,7 +55,7 @@ def attend_latent(
     plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
     # One row of all query heads and the cached one
     together = normed.new_empty((len(normed), heads.num_heads + 1, heads.head_dim))
-    together[:, :-1] = torch.bmm(plain.transpose(0, 1), weights.keys).transpose(0, 1)
+    together[:, :-1] = kernels.head_products(plain, weights.keys)
     _rotated_part(together[:, :-1], shape).copy_(rotated.unflatten(-1, (2, -1)))
     _rotated_part(together[:, -1], shape).copy_(key.unflatten(-1, (2, -1)))
     _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
@@ -64,8 +64,7 @@ def attend_latent(
     if growth is not None:
         row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
     attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
-    by_head = attended.unflatten(-1, (heads.num_heads, -1)).transpose(0, 1)
-    values = torch.bmm(by_head, weights.values).transpose(0, 1)
+    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values)
     return weights.output.forward(values.flatten(1), metadata)
 
 

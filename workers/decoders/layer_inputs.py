@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import torch
 
-from manta.workers.kernels import reference
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import LayerInputsWeights, LayerInputWeights
 from manta.workers.models.model_config import ModelConfig
@@ -41,5 +40,5 @@ def add_own_input(
     per_layer_size].
     """
     together = torch.cat((weights.gate.forward(residual), own), dim=-1)
-    gated = reference.gate(config.activation, together)
+    gated = kernels.gate(config.activation, together)
     return kernels.rms_norm(weights.projection.forward(gated), weights.norm, config.rms_norm_eps)

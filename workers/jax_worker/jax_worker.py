@@ -19,6 +19,7 @@ from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.checkpoints.stored_draft_head import stored_draft_head
 from manta.workers.jax_worker.draft_runner import JaxDraftRunner
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
@@ -59,6 +60,7 @@ class JaxWorker:
         place: RankPlace = ALONE,
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
+        loads_draft_head: bool = False,
     ) -> None:
         check_options(config, "tpu")
         phases = Phases()
@@ -67,6 +69,8 @@ class JaxWorker:
         self.processors = LogitsProcessorRegistry(config.logits_processors if draws else {})
         folder = resolve_model_folder(config.model)
         model_config = native_config(folder).for_context(config.max_model_len)
+        if loads_draft_head:
+            stored_draft_head(folder, model_config)  # raises: no family with heads that are run computes on a TPU
         draft_config = None if draft_folder is None else native_config(draft_folder).for_context(config.max_model_len)
         check_num_ranks(model_config, config.tensor_parallel_size)
         mesh = open_mesh(config.tensor_parallel_size, num_hosts, place)

@@ -1,7 +1,7 @@
 """A decoder layer's kernels on the CPU: thin ctypes calls into `cpu.cpp`, or the torch reference without a compiler.
 
 Same functions and meanings as `workers/kernels/reference.py`; float32 and bfloat16, weights in the dtype of the
-activations, caches in it too or in int8. Nothing is compiled or loaded before the first call.
+activations, caches in it too or rounded. Nothing is compiled or loaded before the first call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, cpu_recurrence, expert_choice, layout, reference
+from manta.workers.kernels import build, cpu_recurrence, expert_choice, kv_cache, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES, GATE_KINDS
 from manta.workers.kernels.protocol import RecurrentKernels
@@ -20,13 +20,17 @@ from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from manta.workers.models.model_config import HeadShape
 
 NO_WINDOW = 2**31 - 1
-CACHE_DTYPES = {**DTYPES, torch.int8: 2}
+CACHE_DTYPES = {**DTYPES, kv_cache.ROUNDED["int8"]: 2, kv_cache.ROUNDED["int4"]: 3}
 """Numbers that the C++ has for a cache's dtype."""
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
 
 recurrent: RecurrentKernels = cpu_recurrence
 route = expert_choice.route
+layer_norm = reference.layer_norm
+cap = reference.cap
+log1p = reference.log1p
+head_products = reference.head_products
 
 
 @functools.cache
@@ -94,9 +98,15 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.gate`, by torch if the gate is not compiled."""
+    """Computes `reference.gate`. Clamped gates and GELU without tanh are torch's products, of a compiled function."""
+    if activation not in GATE_KINDS:
+        gates, up = gate_up.float().chunk(2, dim=-1)
+        if activation == "clamped":
+            return reference.clamped_gate(gates, up, cpu_recurrence.sigmoid).to(gate_up.dtype)
+        assert activation == "gelu"
+        return (cpu_recurrence.gelu(gates) * up).to(gate_up.dtype)
     library = _library()
-    if library is None or activation not in GATE_KINDS:
+    if library is None:
         return reference.gate(activation, gate_up)
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape
@@ -121,7 +131,7 @@ def rope_and_cache(
     eps: float = 1e-6,
 ) -> None:
     library = _library()
-    is_refused = k_cache.dtype == torch.int8 and heads.head_dim % HEAD_DIM_MULTIPLE
+    is_refused = k_cache.dtype in kv_cache.ROUNDED.values() and heads.head_dim % HEAD_DIM_MULTIPLE
     if library is None or is_refused or not qkv.is_contiguous():
         reference.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, q_norm_weight, k_norm_weight, eps)
         return

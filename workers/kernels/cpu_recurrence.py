@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 
 import torch
+import torch.nn.functional as F
 
 from manta.workers.kernels import build, convolution, layout, recurrence, recurrent_layer
 from manta.workers.kernels.recurrence import RecurrentInputs
@@ -29,17 +31,20 @@ _Convolution = layout.structure(
 _GatedNorm = layout.structure(
     "_GatedNorm", "x gate weight output", "rows groups size gate_stride gates_first has_sigmoid has_wide_weight", "eps"
 )
+_RunningMax = layout.structure(
+    "_RunningMax",
+    "numbers log_decay states output starts reads writes sequence_starts",
+    "num_segments num_sequences heads",
+)
 WIDTHS = (3, 4)
 """Widths of convolutions that the C++ takes."""
-LEAST_VALUE_DIM = 4
-"""Smallest heads that the C++ takes: it computes neighbouring columns of a state at once."""
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
-        structures = (_Recurrence, _Convolution, _GatedNorm)
+        structures = (_Recurrence, _Convolution, _GatedNorm, _RunningMax)
         sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in structures}
         layout.check("recurrence.cpp", library.manta_recurrence_layout, sizes)
         library.manta_recur.argtypes = [POINTER(_Recurrence)]
@@ -47,8 +52,29 @@ def _library() -> ctypes.CDLL | None:
         library.manta_gated_norm.argtypes = [POINTER(_GatedNorm)]
         library.manta_unit_heads.argtypes = [c_void_p, c_void_p, c_int64, c_int, c_float, c_float]
         library.manta_softplus.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int]
-        library.manta_sigmoid.argtypes = [c_void_p, c_void_p, c_int64]
-        for name in ("recur", "convolve", "gated_norm", "unit_heads", "softplus", "sigmoid"):
+        for name in ("sigmoid", "silu", "gelu", "exp"):
+            getattr(library, f"manta_{name}").argtypes = [c_void_p, c_void_p, c_int64]
+        library.manta_cap.argtypes = [c_void_p, c_void_p, c_int64, c_float]
+        library.manta_sums_of_squares.argtypes = [c_void_p, c_void_p, c_int64, c_int]
+        library.manta_row_norm.argtypes = [*[c_void_p] * 4, c_int64, c_int, c_int, c_float]
+        library.manta_centred_heads.argtypes = [c_void_p, c_void_p, c_int64, c_int, c_float]
+        library.manta_running_max.argtypes = [POINTER(_RunningMax)]
+        for name in (
+            "recur",
+            "convolve",
+            "gated_norm",
+            "unit_heads",
+            "softplus",
+            "sigmoid",
+            "silu",
+            "gelu",
+            "exp",
+            "cap",
+            "sums_of_squares",
+            "row_norm",
+            "centred_heads",
+            "running_max",
+        ):
             getattr(library, f"manta_{name}").restype = None
     return library
 
@@ -56,7 +82,7 @@ def _library() -> ctypes.CDLL | None:
 def recur(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
     library = _library()
     num_heads, value_dim = inputs.value.shape[1:]
-    if library is None or value_dim < LEAST_VALUE_DIM or not states.is_contiguous():
+    if library is None or not states.is_contiguous():
         return recurrence.recur(inputs, states, step)
     query, key, value, log_decay = (each.contiguous() for each in inputs[:4])
     beta = None if inputs.beta is None else inputs.beta.contiguous()
@@ -87,8 +113,11 @@ def convolve(
 ) -> torch.Tensor:
     library = _library()
     num_channels, width = kernel.shape
-    if library is None or width not in WIDTHS or not states.is_contiguous():
+    if library is None or not states.is_contiguous():
         return convolution.convolve(x, kernel, bias, states, step, activates)
+    if width not in WIDTHS:  # torch's products and sums have the same bits, and its SiLU has not
+        convolved = convolution.convolve(x, kernel, bias, states, step)
+        return silu(convolved) if activates else convolved
     x = x.contiguous()
     output = torch.empty_like(x)
     library.manta_convolve(
@@ -148,12 +177,87 @@ def softplus(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return _of_each("sigmoid", recurrent_layer.sigmoid, x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return _of_each("silu", recurrent_layer.silu, x)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return _of_each("gelu", F.gelu, x)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    return _of_each("exp", recurrent_layer.exp, x)
+
+
+def _of_each(name: str, by_torch: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Returns a function of each number of x, of any shape."""
     library = _library()
     if library is None:
-        return recurrent_layer.sigmoid(x)
+        return by_torch(x)
     x = x.contiguous()
     output = torch.empty_like(x)
-    library.manta_sigmoid(x.data_ptr(), output.data_ptr(), x.numel())
+    getattr(library, f"manta_{name}")(x.data_ptr(), output.data_ptr(), x.numel())
+    return output
+
+
+def cap(x: torch.Tensor, limit: float) -> torch.Tensor:
+    library = _library()
+    if library is None or not limit:
+        return recurrent_layer.cap(x, limit)
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    library.manta_cap(x.data_ptr(), output.data_ptr(), x.numel(), limit)
+    return output
+
+
+def centred_heads(x: torch.Tensor, eps: float) -> torch.Tensor:
+    library = _library()
+    if library is None:
+        return recurrent_layer.centred_heads(x, eps)
+    x = x.contiguous()
+    output, size = torch.empty_like(x), x.shape[-1]
+    library.manta_centred_heads(x.data_ptr(), output.data_ptr(), x.numel() // size, size, eps)
+    return output
+
+
+def running_max(
+    numbers: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, step: RecurrentStep
+) -> torch.Tensor:
+    library = _library()
+    if library is None or not states.is_contiguous():
+        return recurrent_layer.running_max(numbers, log_decay, states, step)
+    numbers, log_decay = numbers.contiguous(), log_decay.contiguous()
+    output = torch.empty_like(numbers)
+    pointers = map(_address, (numbers, log_decay, states, output))
+    sizes = len(step.reads), len(step.sequence_starts) - 1, numbers.shape[1]
+    library.manta_running_max(_RunningMax(*pointers, *_segments(step), *sizes))
+    return output
+
+
+def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
+    library = _library()
+    if library is None:
+        return recurrent_layer.sums_of_squares(x)
+    x = x.contiguous()
+    num_tokens, width = x.shape
+    output = x.new_empty((num_tokens, 1))
+    library.manta_sums_of_squares(x.data_ptr(), output.data_ptr(), num_tokens, width)
+    return output
+
+
+def row_norm(
+    x: torch.Tensor, squares: torch.Tensor, size: int, weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    library = _library()
+    if library is None:
+        return recurrent_layer.row_norm(x, squares, size, weight, eps)
+    x = x.contiguous()
+    output, (num_tokens, width) = torch.empty_like(x), x.shape
+    pointers = map(_address, (x, squares, weight, output))
+    library.manta_row_norm(*pointers, num_tokens, width, size, eps)
     return output
 
 

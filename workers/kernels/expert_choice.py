@@ -23,13 +23,22 @@ def route(
     Tokens after the last one of the step, which fill it up to the size of a captured graph, may choose none: -1.
     """
     scores = logits.sigmoid() if config.scores == "sigmoid" else logits.softmax(-1)
+    return choose(scores, choice_bias, config)
+
+
+def choose(
+    scores: torch.Tensor, choice_bias: torch.Tensor | None, config: ExpertsConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `route` does, from the experts' scores [num_tokens, num_experts]. Scores are added one after the
+    other, which a sum in torch's vectors would not do.
+    """
     ranked = scores if choice_bias is None else scores + choice_bias
     if config.num_groups > 1:
         ranked = _of_best_groups(ranked, config)
     chosen = ranked.topk(config.num_chosen, dim=-1).indices
     shares = scores.gather(-1, chosen)
     if config.normalises:
-        shares = shares / (shares.sum(-1, keepdim=True) + LEAST_SUM)
+        shares = shares / (shares.cumsum(-1)[..., -1:] + LEAST_SUM)
     return shares * config.scale, chosen
 
 

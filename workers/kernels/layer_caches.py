@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from manta.workers.kernels.protocol import KVCaches
-from manta.workers.kv_groups import LayerGroups
+from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.recurrent_shapes import StateShape
 from manta.workers.step import ZERO_STATE
 
@@ -30,6 +30,22 @@ def allocate_states(states: Sequence[StateShape | None], num_slots: int, device:
     """
     shapes = [() if state is None else state.tensors for state in states]
     return [tuple(_allocate(shape, num_slots, device) for shape in tensors) for tensors in shapes]
+
+
+def allocate_hidden(
+    hidden_size: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Returns room for the final hidden state of every token whose keys and values are cached, which a draft head
+    reads: zeros [1, 1, num_blocks, block_size, hidden_size].
+    """
+    return torch.zeros((1, 1, num_blocks, block_size, hidden_size), dtype=dtype, device=device)
+
+
+def draft_head_caches(kv_cache: torch.Tensor, hidden_states: torch.Tensor) -> KVCaches:
+    """Returns what the layer of a draft head keeps: keys and values, of which `kv_cache` has one layer, and the result
+    of `allocate_hidden`, [num_blocks * block_size, hidden_size].
+    """
+    return layer_caches(kv_cache, one_group((True,)), [(hidden_states.flatten(0, 3),)])
 
 
 def _allocate(shape: tuple[int, ...], num_slots: int, device: torch.device | None) -> torch.Tensor:

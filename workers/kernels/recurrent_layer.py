@@ -11,8 +11,24 @@ import torch.nn.functional as F
 
 from manta.workers.kernels.convolution import convolve
 from manta.workers.kernels.recurrence import recur
+from manta.workers.kernels.reference import cap
+from manta.workers.kernels.running_max import running_max
 
-__all__ = ["convolve", "gated_norm", "recur", "sigmoid", "softplus", "unit_heads"]
+__all__ = [
+    "cap",
+    "centred_heads",
+    "convolve",
+    "exp",
+    "gated_norm",
+    "recur",
+    "row_norm",
+    "running_max",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "sums_of_squares",
+    "unit_heads",
+]
 
 
 def unit_heads(x: torch.Tensor, scale: float, eps: float) -> torch.Tensor:
@@ -47,3 +63,33 @@ def softplus(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid()
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """Returns e^x of numbers that are at most 88."""
+    return x.exp()
+
+
+def centred_heads(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns heads x [num_tokens, num_heads, size] less their mean, divided by their deviation."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
+def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Returns one sum of each row of x [num_tokens, width], [num_tokens, 1]."""
+    return x.square().sum(-1, keepdim=True)
+
+
+def row_norm(
+    x: torch.Tensor, squares: torch.Tensor, size: int, weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Returns the RMS norm of rows x [num_tokens, width], times `weight` [width] if there is one. `squares`
+    [num_tokens, 1] are the sums of squares of whole rows of `size` numbers, of which x may be one rank's part.
+    """
+    normed = x * torch.rsqrt(squares / size + eps)
+    return normed if weight is None else normed * weight

@@ -35,10 +35,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
 
-def clamped_gate(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def clamped_gate(
+    gates: torch.Tensor, up: torch.Tensor, sigmoid: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid
+) -> torch.Tensor:
     """gpt-oss's gates: clamped to 7, a sigmoid of 1.702 times the gate, and one added to what is let through."""
     gates, up = gates.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1) * (gates * torch.sigmoid(gates * 1.702))
+    return (up + 1) * (gates * sigmoid(gates * 1.702))
 
 
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -74,6 +76,17 @@ def cap(x: torch.Tensor, limit: float) -> torch.Tensor:
     return torch.tanh(x / limit) * limit if limit else x
 
 
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    return x.log1p()
+
+
+def head_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products of x [num_tokens, num_heads, in] with a weight of each head [num_heads, in, out], which are
+    [num_tokens, num_heads, out].
+    """
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 def rope_and_cache(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -91,7 +104,7 @@ def rope_and_cache(
     values if `heads.keys_are_values`, where both caches are one. With no KV heads it has queries only, and nothing is
     cached. `cos_sin` is float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in
     the half-split order of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is
-    RMS-normalised before the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
+    RMS-normalised before the rotation (Qwen3). A rounded cache gets keys and values from the dtype of qkv.
     """
     by_head = qkv.view(qkv.shape[0], sum(heads.counts), heads.head_dim)
     query, key, value = by_head.split(heads.counts, dim=1)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
@@ -62,8 +63,14 @@ Embedding = Callable[[torch.Tensor], torch.Tensor]
 """Token ids, int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations, which may be written to."""
 
 
-RowNorm = Callable[[torch.Tensor], torch.Tensor]
+RowNorm = Callable[[torch.Tensor, RecurrentKernels], torch.Tensor]
 """Normalises rows [num_tokens, width]; of ranks, each has a part of the width."""
+
+
+RowSquares = Callable[[torch.Tensor, int, RecurrentKernels], torch.Tensor]
+"""Returns the sums of squares [num_tokens, 1] of rows of so many numbers, of which each rank has a part [num_tokens,
+width].
+"""
 
 
 class SharedLinears(Protocol):
@@ -128,7 +135,7 @@ class RecurrentWeights:
     tensors: dict[str, torch.Tensor]
     """float32"""
     num_ranks: int
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    squares_over_ranks: RowSquares
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -184,7 +191,7 @@ class ExpertsWeights:
     experts: Experts
     """Of ranks, each has a part of every expert's inner width."""
     join: Callable[[torch.Tensor], torch.Tensor]
-    """Sums the results [num_tokens, hidden] of ranks."""
+    """Sums the results [num_tokens, hidden] of ranks; returns them as they are if each rank has whole ones."""
     choice_bias: torch.Tensor | None = None
     """float32 [num_experts], added to the scores for the choice alone; None for none."""
     shared: GatedMlpWeights | None = None
@@ -216,6 +223,7 @@ class SharedBlockWeights:
     attention: AttentionWeights
     mlp_norm: torch.Tensor
     mlp: GatedMlpWeights
+    """Its first linear gives gates and what they let through, one after the other."""
     result: Linear
     mixer_norm: torch.Tensor
 
@@ -296,6 +304,18 @@ class DecoderWeights:
     def dtype(self) -> torch.dtype:
         """The dtype of the activations and norms. Linears may keep their weights in another one."""
         return self.final_norm.dtype
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DraftHeadWeights:
+    """A draft head, as `DraftHeadSpec` of `workers/models/draft_heads.py` describes it."""
+
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    join: Linear
+    """2 * hidden -> hidden."""
+    decoder: DecoderWeights
+    """The head's layer and its last norm, between the model's embedding and output head."""
 
 
 def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from decimal import Decimal
 
 import msgspec
 
@@ -81,7 +81,8 @@ def _stretch(rope: RopeConfig) -> float:
     """The factor on queries and on keys of a stretched context, whose square multiplies their products."""
     if rope.rope_type == "default" or rope.factor <= 1:
         return 1.0
-    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    # `decimal` has the same last bit on every machine, which the logarithms of C libraries have not
+    return 0.1 * rope.mscale_all_dim * float(Decimal(rope.factor).ln()) + 1.0
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:

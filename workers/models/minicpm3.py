@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from manta.workers.models import latent, llama
@@ -25,7 +27,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     return msgspec.structs.replace(
         config,
         embedding_scale=raw["scale_emb"].number(12),
-        residual_scale=1.0 if has_no_depth else depth.number(1.4) / config.num_layers**0.5,
+        residual_scale=1.0 if has_no_depth else depth.number(1.4) / math.sqrt(config.num_layers),
         logits_scale=1.0 if has_no_base else base.whole(256) / config.hidden_size,
     )
 

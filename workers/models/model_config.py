@@ -13,8 +13,16 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PATTERN_SECONDS = 10.0
 """Longest time by the clock to search for a pattern in a name. The patterns of published checkpoints take microseconds.
 """
+ROUNDED_KV_BITS = {"int8": 8, "int4": 4}
+"""Bits of a number in a rounded KV cache, by the option `kv_cache_dtype`."""
 KV_SCALE_BYTES = 4
-"""Bytes of the scale that a KV cache of int8 has for each token and KV head, of its key and of its value."""
+"""Bytes of the scale that a rounded KV cache has for each token and KV head, of its key and of its value."""
+
+
+def kv_head_bytes(dtype: str, head_dim: int) -> int:
+    """Returns the bytes of a token's key, or value, of one head, in a dtype of `DTYPE_BYTES` or `ROUNDED_KV_BITS`."""
+    bits = ROUNDED_KV_BITS.get(dtype)
+    return head_dim * DTYPE_BYTES[dtype] if bits is None else -(-head_dim * bits // 8) + KV_SCALE_BYTES
 
 
 class ModelError(ValueError):
@@ -351,11 +359,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     streams: StreamsConfig | None = None
     """The residual streams; None for one."""
     num_unused_layers: int = 0
-    """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
-    prediction).
-    """
+    """Layers that the checkpoint has after the last: draft heads, which are no part of the model."""
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
+    is_draft_head: bool = False
+    """Whether this is the draft head of a model (`draft_heads.py`), which reads the model's final hidden states."""
 
     @property
     def heads(self) -> HeadShape:
@@ -432,12 +440,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Returns the bytes of KV cache that one token takes over all layers with attention, in a dtype of
-        `DTYPE_BYTES` or `int8`.
+        `DTYPE_BYTES` or `ROUNDED_KV_BITS`.
         """
         return self.num_cached_layers * self.layer_bytes_per_token(dtype)
 
     def layer_bytes_per_token(self, dtype: str) -> int:
         """Returns the bytes of KV cache that one token takes in one layer."""
         _, num_kv_heads, head_dim, *_ = self.largest_heads
-        head_bytes = head_dim + KV_SCALE_BYTES if dtype == "int8" else head_dim * DTYPE_BYTES[dtype]
-        return self.num_cached * num_kv_heads * head_bytes
+        return self.num_cached * num_kv_heads * kv_head_bytes(dtype, head_dim)

@@ -214,7 +214,7 @@ def selective_scan(config: ModelConfig, prefix: str, norms: tuple[str, ...] = ()
     assert isinstance(shape, SelectiveShape)
     channels, rank, size = shape.channels, shape.step_rank, shape.state_size
     inputs = LinearSpec((WeightPart("", channels, Split.CHANNELS),) * 2, config.hidden_size, shape.has_bias)
-    selection = WeightPart(f"{prefix}.x_proj", rank + 2 * size)
+    selection = WeightPart(f"{prefix}.x_proj", shape.selected)
     pieces: dict[str, tuple[TensorSpec, ...]] = {
         "kernel": (TensorSpec(f"{prefix}.conv1d.weight", (channels, 1, shape.width)),),
         "rates": (TensorSpec(f"{prefix}.A_log", (channels, size), is_log_rate=True),),

@@ -149,6 +149,11 @@ class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the linears from and to the hidden state have biases."""
 
     @property
+    def selected(self) -> int:
+        """The width of time steps, B and C together, which are products of all channels."""
+        return self.step_rank + 2 * self.state_size
+
+    @property
     def state(self) -> StateShape:
         """The window of the convolution and the states of the channels."""
         return StateShape(((self.channels, self.width - 1), (self.channels, self.state_size, 1)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.weights import Embedding, Linear
 from manta.workers.parallel.group import Group
 
@@ -30,22 +31,46 @@ class VocabularyParallelEmbedding:
         return self._group.all_reduce(embedded)
 
 
+class SquaresOverRanks:
+    """Sums the squares of rows of which each rank has a part, or several ranks the same part. If exact, every rank has
+    the whole rows before it sums them, so that the sums have the bits of one rank; otherwise ranks add up their sums.
+    """
+
+    def __init__(self, group: Group, is_exact: bool) -> None:
+        self._group = group
+        self._is_exact = is_exact
+
+    def __call__(self, x: torch.Tensor, size: int, kernels: RecurrentKernels) -> torch.Tensor:
+        """Returns sums [num_tokens, 1] over rows of `size` numbers, given a rank's part x [num_tokens, width]."""
+        rank, (num_tokens, width) = self._group.rank, x.shape
+        repeats = self._group.num_ranks * width // size
+        if width == size:
+            return kernels.sums_of_squares(x)
+        if not self._is_exact:
+            squares = self._group.all_reduce(kernels.sums_of_squares(x))
+            return squares if repeats == 1 else squares / repeats
+        rows = x.new_zeros((num_tokens, size))
+        if rank % repeats == 0:
+            first = rank // repeats * width
+            rows[:, first : first + width] = x
+        return kernels.sums_of_squares(self._group.all_reduce(rows))
+
+
 class WideNorm:
     """The RMS norm of all query heads, or of all key heads, together. Of ranks each has some of them."""
 
-    def __init__(self, weight: torch.Tensor, size: int, eps: float, group: Group) -> None:
+    def __init__(self, weight: torch.Tensor, size: int, eps: float, squares_over_ranks: SquaresOverRanks) -> None:
         """`weight` is the rank's share of `size` numbers. Ranks with the same key heads have them several times."""
         self._weight = weight.float()
-        self._size = group.num_ranks * weight.numel()
-        assert self._size % size == 0
+        self._size = size
         self._eps = eps
-        self._group = group
+        self._squares_over_ranks = squares_over_ranks
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, kernels: RecurrentKernels) -> torch.Tensor:
         """Returns x [num_tokens, the rank's width] after the norm, in its dtype."""
         wide = x.float()
-        squares = self._group.all_reduce(wide.square().sum(-1, keepdim=True))
-        return (wide * torch.rsqrt(squares / self._size + self._eps) * self._weight).to(x.dtype)
+        squares = self._squares_over_ranks(wide, self._size, kernels)
+        return kernels.row_norm(wide, squares, self._size, self._weight, self._eps).to(x.dtype)
 
 
 class GatheredHead:

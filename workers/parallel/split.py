@@ -8,14 +8,19 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.recurrent_shapes import SelectiveShape
 from manta.workers.models.specs import (
     DecoderSpec,
+    ExpertsSpec,
     GatedMlpSpec,
     LayerSpec,
     LinearSpec,
     MixerSpec,
+    RecurrentSpec,
+    SharedBlockSpec,
     SideBySideSpec,
     Split,
+    WeightPart,
 )
 
 EXACT_GATES = 16
@@ -64,9 +69,12 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
         return None
     if config.hidden_size % num_ranks:
         return f"the hidden size {config.hidden_size}"
-    num_gate_blocks, rest = divmod(config.intermediate_size, EXACT_GATES)
-    if not rest and num_gate_blocks % num_ranks:
-        return f"the {num_gate_blocks} blocks of {EXACT_GATES} gates, which exact keeps whole,"
+    if isinstance(config.recurrent, SelectiveShape) and config.recurrent.selected % num_ranks:
+        return f"the {config.recurrent.selected} numbers of time steps, B and C"
+    for size in inner_sizes:
+        num_gate_blocks, rest = divmod(size, EXACT_GATES)
+        if not rest and num_gate_blocks % num_ranks:
+            return f"the {num_gate_blocks} blocks of {EXACT_GATES} gates, which exact keeps whole,"
     return None
 
 
@@ -105,22 +113,57 @@ def split_outputs(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
-    mixer, mlp = layer.mixer, layer.mlp
+    mixer, mlp, beside, block = layer.mixer, layer.mlp, layer.beside, layer.block
     return layer._replace(
         mixer=None if mixer is None else _split_outputs_of_mixer(mixer),
-        mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)) if isinstance(mlp, GatedMlpSpec) else mlp,
+        mlp=None if mlp is None else _split_outputs_of_mlp(mlp),
+        beside=None if beside is None else beside._replace(experts=_split_outputs_of_experts(beside.experts)),
+        block=None if block is None else _split_outputs_of_block(block),
+    )
+
+
+def _split_outputs_of_block(block: SharedBlockSpec) -> SharedBlockSpec:
+    attention = block.attention._replace(output=_split_outputs_of_linear(block.attention.output))
+    return block._replace(attention=attention, mlp=_split_outputs_of_gated(block.mlp))
+
+
+def _split_outputs_of_mlp(mlp: GatedMlpSpec | ExpertsSpec) -> GatedMlpSpec | ExpertsSpec:
+    return _split_outputs_of_experts(mlp) if isinstance(mlp, ExpertsSpec) else _split_outputs_of_gated(mlp)
+
+
+def _split_outputs_of_gated(mlp: GatedMlpSpec) -> GatedMlpSpec:
+    return mlp._replace(down=_split_outputs_of_linear(mlp.down))
+
+
+def _split_outputs_of_experts(experts: ExpertsSpec) -> ExpertsSpec:
+    shared = experts.shared
+    return experts._replace(
+        experts=tuple(map(_split_outputs_of_gated, experts.experts)),
+        shared=None if shared is None else _split_outputs_of_gated(shared),
     )
 
 
 def _split_outputs_of_mixer(mixer: MixerSpec) -> MixerSpec:
     if isinstance(mixer, SideBySideSpec):
-        return SideBySideSpec(
-            mixer.attention._replace(output=_split_outputs_of_linear(mixer.attention.output)),
-            mixer.recurrent._replace(output=_split_outputs_of_linear(mixer.recurrent.output)),
-        )
+        attention = mixer.attention._replace(output=_split_outputs_of_linear(mixer.attention.output))
+        return SideBySideSpec(attention, _split_outputs_of_recurrent(mixer.recurrent))
+    if isinstance(mixer, RecurrentSpec):
+        return _split_outputs_of_recurrent(mixer)
     return mixer._replace(output=_split_outputs_of_linear(mixer.output))
 
 
+def _split_outputs_of_recurrent(mixer: RecurrentSpec) -> RecurrentSpec:
+    inputs = {
+        name: _split_outputs_of_linear(linear) if linear.splits_inputs else linear
+        for name, linear in mixer.inputs.items()
+    }
+    return mixer._replace(inputs=inputs, output=_split_outputs_of_linear(mixer.output))
+
+
 def _split_outputs_of_linear(linear: LinearSpec) -> LinearSpec:
-    parts = tuple(part._replace(split=Split.OUTPUTS) for part in linear.parts)
-    return linear._replace(parts=parts, splits_inputs=False)
+    return linear._replace(parts=tuple(map(_split_outputs_of_part, linear.parts)), splits_inputs=False)
+
+
+def _split_outputs_of_part(part: WeightPart) -> WeightPart:
+    elsewhere = None if part.elsewhere is None else _split_outputs_of_part(part.elsewhere)
+    return part._replace(split=Split.OUTPUTS, elsewhere=elsewhere)

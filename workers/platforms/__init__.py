@@ -83,6 +83,12 @@ class Platform(Protocol):
         """
         ...
 
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Returns a small linear whose weight [out_features, in_features] is float32 on the device: a router of
+        experts, or the like.
+        """
+        ...
+
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         """Returns the experts of a layer as one; `LoopedExperts` computes the same. Each expert is read, and made of
         linears of this platform, when the iterable gets to it. `activation` is what follows an expert's first linear:
@@ -149,7 +155,7 @@ class Platform(Protocol):
     ) -> torch.Tensor:
         """Allocates a KV cache, uninitialised: [num_layers, config.num_cached, num_blocks, ...], with the shapes of
         `workers/kernels/kv_cache.py`. `num_layers` are those of a block, by default all layers of the model. The dtype
-        is the model's, or int8 where `check_kv_cache` allows it.
+        is the model's, or that of a rounded cache where `check_kv_cache` allows it.
         """
         ...
 

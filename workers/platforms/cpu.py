@@ -10,30 +10,38 @@ import torch
 
 from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
-from manta.workers.kernels import build, cpu, cpu_decoder, cpu_experts, cpu_sampler, processor
+from manta.workers.kernels import build, cpu, cpu_decoder, cpu_exact, cpu_experts, cpu_sampler, processor
 from manta.workers.kernels.adapted_linear import LinearAdapting
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.shared_weights import shared_weights
-from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, SharedLinears
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
 from manta.workers.platforms.cpu_linears import CpuLinearAdapting, CpuSharedLinears, make_linear
 
 
 class _ExactKernels:
-    """The kernels with attention that gives the same bits on every processor. The others do in any case."""
+    """The kernels that give the same bits on every processor. Attention differs from that of `cpu`, and some are
+    torch's there.
+    """
 
     rms_norm = staticmethod(cpu.rms_norm)
     add_rms_norm = staticmethod(cpu.add_rms_norm)
     silu_and_mul = staticmethod(cpu.silu_and_mul)
     rope_and_cache = staticmethod(cpu.rope_and_cache)
     paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
+    gate = staticmethod(cpu.gate)
+    layer_norm = staticmethod(cpu_exact.layer_norm)
+    cap = staticmethod(cpu_exact.cap)
+    log1p = staticmethod(cpu_exact.log1p)
+    head_products = staticmethod(cpu_exact.head_products)
     recurrent = cpu.recurrent
-    route = staticmethod(cpu.route)
+    route = staticmethod(cpu_exact.route)
 
 
 class CpuPlatform:
@@ -63,6 +71,9 @@ class CpuPlatform:
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
+
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return cpu_exact.ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         own = tuple(experts)

@@ -90,6 +90,9 @@ class CudaPlatform:
         gate = layers.silu_and_mul if has_silu else functools.partial(reference.gate, weight.activation)
         return GatedLinear(linear, gate) if weight.gated else linear
 
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return TorchLinear(weight, bias)
+
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
 

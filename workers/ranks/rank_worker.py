@@ -181,10 +181,11 @@ class RunAheadWorker(RankWorker, Protocol):
 
 
 class DraftRunner(Protocol):
-    """A draft model on the target's device, which computes what proposers ask for.
+    """A draft model or a draft head on the target's device, which computes what proposers ask for.
 
     Its keys and values are in a separate cache, in blocks with the ids of the target's. `DraftModel` of
-    `specdecode/draft_model.py` tracks which of them are valid.
+    `specdecode/draft_model.py` tracks which of them are valid. A head reads the hidden state that the target has at
+    each position, or, at positions that the target has not computed, the one that the head made for a draft.
     """
 
     @property
@@ -227,7 +228,7 @@ class SpeculationTarget(RankWorker, Protocol):
 
     @property
     def draft(self) -> DraftRunner | None:
-        """The draft model that was loaded beside the target's share, or None."""
+        """The draft model or draft head that was loaded beside the target's share, or None."""
         ...
 
     def measure(self) -> StepTimes:
@@ -251,11 +252,12 @@ def load_worker(
     place: RankPlace = ALONE,
     max_draft_tokens: int = 0,
     draft_folder: pathlib.Path | None = None,
+    loads_draft_head: bool = False,
 ) -> SpeculationTarget:
     """Loads a rank's share of a model on the device that `options` names; see `TorchWorker` for the arguments.
 
     Raises `ModelError` or `ValueError` if the model cannot be served.
     """
     worker_class = pkgutil.resolve_name(WORKERS[options.device])
-    worker: SpeculationTarget = worker_class(options, place, max_draft_tokens, draft_folder)
+    worker: SpeculationTarget = worker_class(options, place, max_draft_tokens, draft_folder, loads_draft_head)
     return worker

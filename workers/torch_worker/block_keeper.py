@@ -76,6 +76,8 @@ class BlockKeeper:
         self._kv_cache = kv_cache
         self._states = [tensor for tensors in states for tensor in tensors]
         self._num_groups = num_groups
+        self.hidden_states: torch.Tensor | None = None
+        """Hidden states that a draft head reads (`ModelRunner.keep_hidden_states`), zeros in restored blocks."""
         self._writer = _Writer(store)
         weakref.finalize(self, self._writer.put, None)
 
@@ -114,6 +116,8 @@ class BlockKeeper:
         content = self._store.read(part.block_hash, part.group, sum(sizes))
         if content is None:
             return False
+        if self.hidden_states is not None and part.group == 0:
+            self.hidden_states[:, :, part.place] = 0
         for tensor, piece in zip(tensors, torch.frombuffer(content, dtype=torch.uint8).split(sizes), strict=True):
             tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
         return True

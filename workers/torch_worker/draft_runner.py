@@ -1,7 +1,7 @@
-"""A draft model on the target's device, in torch: computes tokens, and draws the next ones.
+"""A draft model or draft head on the target's device, in torch: computes tokens, and draws the next ones.
 
-`specdecode/draft_model.py` decides which tokens. The draft model draws with the sequence's parameters and the target's
-noise (Gumbel coupling), so it draws the target's token if the two distributions are close.
+`specdecode/draft_model.py` decides which tokens. The draft draws with the sequence's parameters and the target's noise
+(Gumbel coupling), so it draws the target's token if the two distributions are close.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from manta.workers.kernels.layer_caches import layer_caches
+from manta.workers.kernels.layer_caches import draft_head_caches, layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kernels.query_tokens import QueryTokens
@@ -35,6 +35,13 @@ class TorchDraftRunner:
         block_size, num_blocks = self._sequences.block_size, target.kv_cache.shape[2]
         self._num_blocks = num_blocks
         kv_cache = self._platform.allocate_kv(draft.config, num_blocks, block_size, draft.kv_dtype)
+        self._hidden_states: torch.Tensor | None = None
+        """The hidden states that a draft head reads, [num_slots, hidden], where the target's runner writes them."""
+        if draft.config.is_draft_head:
+            kept = target.keep_hidden_states(draft.dtype)
+            self._hidden_states = kept.flatten(0, 3)
+            self._layers = draft_head_caches(kv_cache, kept)
+            return  # on a GPU the head's layer runs kernel by kernel
         self._layers = layer_caches(kv_cache, one_group(draft.config.attends))
         limits = DecodeLimits(self._sequences.max_num_sequences, self._sequences.max_model_len, block_size)
         self._platform.record_decodes(self.model, self._layers, limits._replace(shares_prefixes=False))
@@ -60,8 +67,15 @@ class TorchDraftRunner:
         hidden = self.model.forward(self._platform.place(known), metadata, self._layers)
         if not drawing:
             return []
-        last_rows = np.cumsum(counts) - 1
-        return self._draw(hidden[self._platform.place(last_rows[list(drawing)])], list(drawing.values()))
+        drawn = list(drawing)
+        last = hidden[self._platform.place((np.cumsum(counts) - 1)[drawn])]
+        if self._hidden_states is not None:
+            ends = np.array(starts)[drawn] + np.array(counts)[drawn]
+            blocks = block_tables[drawn, ends // self._sequences.block_size].astype(np.int64)
+            slots = blocks * self._sequences.block_size + ends % self._sequences.block_size
+            # A head that drafts another token reads its own hidden state in place of the model's.
+            self._hidden_states[self._platform.place(slots)] = last
+        return self._draw(last, list(drawing.values()))
 
     def _draw(self, hidden: torch.Tensor, sequences: list[SequenceState]) -> list[int | None]:
         """Draws each sequence's next token from its row of `hidden` [n, hidden]; None where no token can be drawn."""

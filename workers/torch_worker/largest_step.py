@@ -13,7 +13,12 @@ import numpy as np
 import torch
 
 from manta.structured.masks import MaskBatch, row_words
-from manta.workers.kernels.layer_caches import allocate_states, layer_caches
+from manta.workers.kernels.layer_caches import (
+    allocate_hidden,
+    allocate_states,
+    draft_head_caches,
+    layer_caches,
+)
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kv_groups import one_group
@@ -36,12 +41,16 @@ def run_largest_step(
     Computes the logits of `num_rows` rows. If this rank `draws`, also draws one row under every combination of edits,
     filters and a mask, and all rows under all of them.
     """
-    config, model, _, kv_dtype = loaded
+    config, model, dtype, kv_dtype = loaded
     num_tokens = min(num_tokens, config.max_position_embeddings)
     num_blocks = -(-num_tokens // block_size)
     layers = one_group(config.attends)
     kv_cache = platform.allocate_kv(config, num_blocks, block_size, kv_dtype, layers.layers_per_block)
-    caches = layer_caches(kv_cache, layers, allocate_states(config.states, NUM_FIXED_STATES, platform.device))
+    if config.is_draft_head:
+        hidden_states = allocate_hidden(config.hidden_size, num_blocks, block_size, dtype, platform.device)
+        caches = draft_head_caches(kv_cache, hidden_states)
+    else:
+        caches = layer_caches(kv_cache, layers, allocate_states(config.states, NUM_FIXED_STATES, platform.device))
     has_states = bool(config.state_bytes)
     metadata = platform.build_metadata(QueryTokens.measuring(num_tokens, block_size, has_states))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))

@@ -24,15 +24,18 @@ from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
-from manta.workers.kernels.linears import GatedLinear, LowRankLinear, TorchLinear
+from manta.workers.kernels.exponential import exponential
+from manta.workers.kernels.linears import GatedLinear, LowRankLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import activate, gate
+from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    DraftHeadWeights,
     Embedding,
     Experts,
     ExpertsBesideWeights,
@@ -54,6 +57,7 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
+from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.recurrent_shapes import LightningShape
@@ -80,7 +84,12 @@ from manta.workers.models.specs import (
     UpdatesSpec,
 )
 from manta.workers.parallel.group import Group, OneRank
-from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
+from manta.workers.parallel.sharded_layers import (
+    GatheredHead,
+    SquaresOverRanks,
+    VocabularyParallelEmbedding,
+    WideNorm,
+)
 from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
 from manta.workers.platforms import Platform
 
@@ -126,6 +135,29 @@ def load_model(
     return Decoder(share, loaded, platform)
 
 
+def load_draft_head(
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    target: DecoderWeights | None = None,
+    weights: str = "auto",
+) -> DraftHead:
+    """Returns the whole draft head of a checkpoint, whose model has the shape `config`. It shares the embedding and the
+    output head of `target`, the weights of that model; without it they are read again.
+
+    Raises `ModelError` as `load_model` does.
+    """
+    checkpoint = Checkpoint(folder)
+    config = config if target is not None else checkpoint.as_stored(config)
+    own, alone = draft_head_config(config), OneRank()
+    content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
+    with platform.shared_linears(content) as shared:
+        compute_dtype = platform.torch_dtype(dtype)
+        loader = _WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
+        return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
+
+
 def _identity(
     folder: str | pathlib.Path, config: ModelConfig, dtype: str, group: Group, weights: str, exact: bool
 ) -> str:
@@ -137,10 +169,15 @@ def _identity(
 
 
 def check_tensors(
-    folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto", bank: AdapterBank | None = None
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    weights: str = "auto",
+    bank: AdapterBank | None = None,
+    with_draft_head: bool = False,
 ) -> WeightTally:
     """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
-    tensor's data, except to compare the head of a tied model with its embedding if it is stored too.
+    tensor's data, except to compare the head of a tied model with its embedding if it is stored too. If
+    `with_draft_head`, it must have what `load_draft_head` needs too.
 
     For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
     tally says both. A `bank` gets the linears that take adapters, without weights. Returns the memory that the weights
@@ -151,8 +188,12 @@ def check_tensors(
     checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
     config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
-    loader.load()
+    loaded = loader.load()
     _check_all_used(checkpoint, config)
+    if with_draft_head:
+        own = draft_head_config(config)
+        of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
+        of_draft_head.load_draft_head(describe_draft_head(config), loaded)
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
@@ -190,6 +231,8 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
+    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
+
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
@@ -223,6 +266,7 @@ class _WeightLoader:
         self._platform = platform
         self._group = group
         self._weights = weights
+        self._exact = exact
         self._bank = bank
         self._make_linear = (shared or platform).make_linear
         self._of_blocks: dict[LinearSpec, Linear] = {}
@@ -240,14 +284,25 @@ class _WeightLoader:
     def load(self) -> DecoderWeights:
         if self._bank is not None:
             self._bank.note_modules(part.name for linear in self.spec.linears() for part in linear.parts)
-        embedding, tied_head = self._embedding()
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
-        head = (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
+        embedding, head = self._ends()
         layers = [self._layer(layer) for layer in self.spec.layers]
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
         return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+
+    def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
+        """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
+        embedding, head = self._ends() if target is None else (target.embedding, target.head)
+        decoder = DecoderWeights(embedding, [self._layer(spec.layer)], self._norm(spec.final_norm), head)
+        norms = self._norm(spec.embedding_norm), self._norm(spec.hidden_norm)
+        return DraftHeadWeights(*norms, self._linear(spec.join), decoder)
+
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Returns the embedding and the output head, which may be tied."""
+        embedding, tied_head = self._embedding()
+        return embedding, (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
 
     def _streams(self, spec: StreamsSpec) -> StreamsWeights:
         return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
@@ -277,9 +332,7 @@ class _WeightLoader:
             self._norm(spec.input_norm),
             AttentionWeights(qkv, self._of_block(spec.attention.output), None, None),
             self._norm(spec.mlp_norm),
-            GatedMlpWeights(
-                GatedLinear(gate_up, functools.partial(gate, self._config.activation)), self._of_block(spec.mlp.down)
-            ),
+            GatedMlpWeights(gate_up, self._of_block(spec.mlp.down)),
             self._linear(spec.result),
             self._norm(spec.mixer_norm),
         )
@@ -350,15 +403,18 @@ class _WeightLoader:
             config,
             self._plain_linear(spec.router),
             self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
-            self._group.all_reduce,
+            _unchanged if spec.experts[0].down.gathers else self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
-        """Returns this rank's share of an MLP, whose results are still to be summed, with the adapters of `bank`."""
-        return GatedMlpWeights(self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank))
+        """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
+        ranks split its outputs and gather them.
+        """
+        gated, down = self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank)
+        return GatedMlpWeights(gated, self._joined(down, spec.down) if spec.down.gathers else down)
 
     def _plain_linear(self, spec: LinearSpec) -> Linear:
         """Returns a small linear in float32, such as a router, whose choice should not depend on rounding."""
@@ -367,7 +423,7 @@ class _WeightLoader:
         dense = place(weight.dense(), torch.float32)
         bias = None if weight.bias is None else place(weight.bias, torch.float32)
         self._checkpoint.release()
-        return TorchLinear(dense, bias)
+        return self._platform.make_router(dense, bias)
 
     def _of_experts(self, name: str) -> torch.Tensor:
         """Returns a tensor with a number for each expert, in float32."""
@@ -381,6 +437,8 @@ class _WeightLoader:
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
         keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        if self._exact:
+            values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
             inputs=inputs,
             query_norm=self._norm(spec.query_norm),
@@ -415,13 +473,13 @@ class _WeightLoader:
             self._adapted(spec.output),
             tensors,
             self._group.num_ranks,
-            self._group.all_reduce,
+            SquaresOverRanks(self._group, self._exact),
         )
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Returns this rank's share of a tensor of a recurrent mixer, in float32."""
         placed = self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
-        return -placed.exp() if spec.is_log_rate else placed
+        return -exponential(placed) if spec.is_log_rate else placed
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
@@ -461,7 +519,8 @@ class _WeightLoader:
         assert spec is not None
         weight = self.linears.read_vector(f"{spec.name}.weight", spec.size, spec.split)
         placed = self._platform.place_weight(weight, self._dtype)
-        return WideNorm(placed, spec.size, self._config.rms_norm_eps, self._group)
+        squares_over_ranks = SquaresOverRanks(self._group, self._exact)
+        return WideNorm(placed, spec.size, self._config.rms_norm_eps, squares_over_ranks)
 
     def _sinks(self, name: str) -> torch.Tensor:
         sinks = self.linears.read_vector(name, self._config.num_heads, Split.QUERY_HEADS)
@@ -537,6 +596,10 @@ class _WeightLoader:
 def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
     """Returns the share of the model that this rank of a group has; None if it has all."""
     return Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from manta.structured.masks import MaskBatch
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.kernels.adapter_rows import AdapterRows, RowAdapter
 from manta.workers.kernels.attention_metadata import copy_blocks
-from manta.workers.kernels.layer_caches import LayerStates, layer_caches
+from manta.workers.kernels.layer_caches import LayerStates, allocate_hidden, layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kv_groups import LayerGroups, one_group
@@ -71,7 +71,17 @@ class ModelRunner:
         self.state = self.sequences.sampling
         # Once: unbinding costs 2 us a layer and step
         self.kv_layers = layer_caches(kv_cache, layers, states)
+        self.hidden_states: torch.Tensor | None = None
+        """Final hidden states of cached tokens, in a result of `allocate_hidden`; None if nobody reads them."""
         self.reset()
+
+    def keep_hidden_states(self, dtype: torch.dtype) -> torch.Tensor:
+        """Makes every step keep its final hidden states, in `dtype`, beside the keys and values of the first group.
+        Returns the room for them, as `allocate_hidden` does. Called before the first step.
+        """
+        sizes = self.config.hidden_size, self.kv_cache.shape[2], self.sequences.block_size
+        self.hidden_states = allocate_hidden(*sizes, dtype, self.platform.device)
+        return self.hidden_states
 
     def reset(self) -> None:
         """Forgets every sequence. The weights and the KV allocation stay."""
@@ -93,6 +103,8 @@ class ModelRunner:
         self._pending.hold_places()
         self.sequences.begin(step)
         copy_blocks(self.kv_cache, step.block_copies)
+        if self.hidden_states is not None:
+            copy_blocks(self.hidden_states, step.block_copies)
         self._step = step
         self._hidden = self._forward(step) if step.scheduled else None
         self._computed = self.platform.record_event()
@@ -112,7 +124,11 @@ class ModelRunner:
             step.states,
             self._adapter_rows(members, lens),
         )
-        return self.model.forward(self._token_ids(step), self.platform.build_metadata(tokens), self.kv_layers)
+        metadata = self.platform.build_metadata(tokens)
+        hidden = self.model.forward(self._token_ids(step), metadata, self.kv_layers)
+        if self.hidden_states is not None:
+            self.hidden_states.flatten(0, 3)[metadata.slot_mapping] = hidden
+        return hidden
 
     def _adapter_rows(self, members: list[int], lens: np.ndarray) -> AdapterRows | None:
         """Returns the rows of the sequences that have adapters; None if none has one."""

@@ -15,7 +15,10 @@ import torch
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from manta.workers.kernels.model_protocol import LoadedModel
+from manta.workers.checkpoints.stored_draft_head import stored_draft_head
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels.kv_cache import ROUNDED
+from manta.workers.kernels.model_protocol import LoadedModel, Model
 from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.model_info import AdapterInfo
 from manta.workers.model_options import ModelOptions
@@ -26,7 +29,7 @@ from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-from manta.workers.torch_worker.loader import check_tensors, load_model, rank_shard
+from manta.workers.torch_worker.loader import check_tensors, load_draft_head, load_model, rank_shard
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
@@ -49,6 +52,7 @@ class ModelSources(NamedTuple):
 
     target: ModelSource
     draft: ModelSource | None
+    """A draft model, or the draft head in the target's checkpoint."""
     dtype: str
     """Dtype of activations that this rank's platform prefers."""
 
@@ -57,20 +61,26 @@ class RankModels(NamedTuple):
     target: LoadedModel
     """This rank's share of the target."""
     draft: LoadedModel | None
-    """The whole draft model."""
+    """The whole draft model or draft head."""
     dtype: str
     """Dtype of activations, in which all ranks compute."""
     bank: AdapterBank | None
     """Adapters of the target; None if the options name none."""
 
 
-def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathlib.Path | None) -> ModelSources:
-    """Finds the checkpoints and reads their configurations. Raises `ModelError` or `ValueError` if the platform cannot
-    serve them with these options.
+def choose_models(
+    options: ModelOptions, platform: Platform, draft_folder: pathlib.Path | None, loads_draft_head: bool = False
+) -> ModelSources:
+    """Finds the checkpoints and reads their configurations. The draft is the model in `draft_folder`, or the target's
+    draft head if `loads_draft_head`.
+
+    Raises `ModelError` or `ValueError` if the platform cannot serve them with these options.
     """
     folder = resolve_model_folder(options.model)
     target = _source(folder, options, platform)
     draft = None if draft_folder is None else _source(draft_folder, options, platform)
+    if loads_draft_head:
+        draft = ModelSource(folder, stored_draft_head(folder, target.config))
     if draft is not None:
         check_draft_model(draft.config)
     draft_config = None if draft is None else draft.config
@@ -92,7 +102,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     (folder, config), draft = sources.target, sources.draft
     name = _COMMON_DTYPES[group.least(_COMMON_DTYPES.index(sources.dtype))]
     dtype = platform.torch_dtype(name)
-    cached = torch.int8 if kv_dtype(options, name) == "int8" else dtype
+    cached = ROUNDED.get(kv_dtype(options, name), dtype)
     bank = _open_bank(options, config, dtype, platform, group)
     model = load_model(
         folder, config, name, platform, group=group, weights=options.weights, exact=options.exact, bank=bank
@@ -102,7 +112,11 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     target = LoadedModel(shard_config(config, group.num_ranks), model, dtype, cached)
     loaded_draft = None
     if draft is not None:
-        draft_model = load_model(draft.folder, draft.config, name, platform, weights=options.weights)
+        if draft.config.is_draft_head:
+            shared = model.weights if isinstance(model, Decoder) and group.num_ranks == 1 else None
+            draft_model: Model = load_draft_head(folder, config, name, platform, shared, options.weights)
+        else:
+            draft_model = load_model(draft.folder, draft.config, name, platform, weights=options.weights)
         loaded_draft = LoadedModel(draft.config, draft_model, dtype, cached)
     group.barrier()
     return RankModels(target, loaded_draft, name, bank)

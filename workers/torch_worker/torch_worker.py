@@ -52,10 +52,12 @@ logger = logger_of(__name__)
 class TorchWorker:
     """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
 
-    `draft_folder` holds a draft model, which is loaded whole beside the share. Its weights take memory before the KV
-    cache is planned, and its keys and values are in blocks with the ids of the target's. Raises `ModelError` if the
-    model cannot be served within the configured memory or length, and `LogitsProcessorError` if a configured processor
-    cannot be loaded.
+    `draft_folder` holds a draft model, which is loaded whole beside the share. If `loads_draft_head`, the draft head in
+    the model's own checkpoint is loaded instead. Its weights take memory before the KV cache is planned, and its keys
+    and values are in blocks with the ids of the target's.
+
+    Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
+    if a configured processor cannot be loaded.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class TorchWorker:
         place: RankPlace = ALONE,
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
+        loads_draft_head: bool = False,
     ) -> None:
         phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if place.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads, config.exact)
-        sources = choose_models(config, platform, draft_folder)
+        sources = choose_models(config, platform, draft_folder, loads_draft_head)
         self.group = _open_group(place, config.tensor_parallel_size, platform)
         phases.end("config")
         values = values_for_store(config, sources.target.folder)
@@ -102,6 +105,8 @@ class TorchWorker:
             num_groups = len(plan.layers.groups)
             self.keeper = open_keeper(config, place.rank, values, content, kv_cache, states, num_groups)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
+        if self.keeper is not None:
+            self.keeper.hidden_states = self.runner.hidden_states
         phases.end("runner")
         store = None if self.keeper is None else self.keeper.place
         self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, store, loaded)

@@ -57,7 +57,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     exact: bool
     kv_cache_dtype: str
-    """The dtype of cached keys and values: `int8`, or that of the activations."""
+    """The dtype of cached keys and values: `int8`, `int4`, or that of the activations."""
     block_size: int
 
 
@@ -108,8 +108,7 @@ def run(trial: Trial) -> TrialResult:
 
 
 def _run(trial: Trial) -> TrialResult:
-    import torch
-
+    from manta.workers.kernels.kv_cache import ROUNDED
     from manta.workers.kernels.layer_caches import allocate_states
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import load_model
@@ -121,7 +120,7 @@ def _run(trial: Trial) -> TrialResult:
     model = load_model(trial.folder, config, trial.dtype, platform, whole=False, weights=trial.weights)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
     num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
-    kv_dtype = torch.int8 if trial.kv_cache_dtype == "int8" else platform.torch_dtype(trial.dtype)
+    kv_dtype = ROUNDED.get(trial.kv_cache_dtype, platform.torch_dtype(trial.dtype))
     layers = one_group(config.attends)
     kv_cache = platform.allocate_kv(
         config, len(_PARAMS) * num_blocks, trial.block_size, kv_dtype, layers.layers_per_block

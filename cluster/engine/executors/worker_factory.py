@@ -21,7 +21,7 @@ def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None =
     if rank > 0 or speculative is None or not (speculative.rank_proposers or speculative.adaptive):
         return load_worker(config, place, max_draft_tokens)
     draft_folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
-    target = load_worker(config, place, max_draft_tokens, draft_folder)
+    target = load_worker(config, place, max_draft_tokens, draft_folder, speculative.uses_draft_head)
     if draft_folder is not None:
         check_same_tokenizer(config.tokenizer or target.info.folder, str(draft_folder), target.info.vocab_size)
     return SpeculativeWorker(target, speculative, config.max_num_batched_tokens)

@@ -155,8 +155,9 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
     """Returns a body as a `kind`, without what may be left out. That takes longer, so it is tried as it is first."""
+    hashable: Any = kind
     try:
-        return _decoder(kind).decode(body)
+        return _decoder(hashable).decode(body)
     except msgspec.ValidationError:
         fields = msgspec.json.decode(body)
         leave_out_foreign(kind, fields)

@@ -9,6 +9,7 @@ const ORIGINS = {
   history: "an accepted draft from an earlier answer",
   ngram: "an accepted draft from the text before",
   draft: "an accepted draft of the draft model",
+  mtp: "an accepted draft of the model's draft head",
 };
 let lists = 0;
 

@@ -164,7 +164,7 @@ class AdapterDirectory:
         def put(table: AdapterTable) -> AdapterTable:
             if name in table.loaded and not in_place:
                 refuse("name_taken", "lora_name", name, "an adapter that is loaded", "send load_inplace: true")
-            return table.changed({**table.loaded, name: found}, time.time(), self._keep_s)
+            return self._with_loaded(table, {**table.loaded, name: found})
 
         await self._change(put)
         logger.info("the adapter %r has the values %s, from %s", name, found.digest, found.path)
@@ -173,8 +173,7 @@ class AdapterDirectory:
         def remove(table: AdapterTable) -> AdapterTable:
             if name not in table.loaded:
                 refuse("unknown_model", "lora_name", name, tuple(table.loaded) or "no adapter")
-            left = {other: each for other, each in table.loaded.items() if other != name}
-            return table.changed(left, time.time(), self._keep_s)
+            return self._with_loaded(table, {other: each for other, each in table.loaded.items() if other != name})
 
         await self._change(remove)
         logger.info("the adapter %r is unloaded", name)
@@ -199,6 +198,9 @@ class AdapterDirectory:
             cause, remedy = "it has other values on other nodes", "copy it there again"
             refuse("unfit", "lora_path", path, remedy=remedy, cause=cause)
         return next(iter(found))
+
+    def _with_loaded(self, table: AdapterTable, loaded: Mapping[str, LoadedAdapter]) -> AdapterTable:
+        return table.changed(loaded, time.time(), self._keep_s)
 
     async def _change(self, change: Change) -> None:
         """Changes the table for everybody. Once it is changed, a client that leaves stops nothing."""

@@ -302,8 +302,9 @@ class Fleet:
 
     def _tell(self, member: _Member, found: FoundModel) -> None:
         """Notes how a model fares. Of one that has just loaded its properties are asked, for the list of models."""
-        member.found, member.state.condition = found, member.fault or found.condition
-        is_unknown = member.state.condition.stage == "loaded" and member.state.known_model is None
+        condition = member.fault or found.condition
+        member.found, member.state.condition = found, condition
+        is_unknown = condition.stage == "loaded" and member.state.known_model is None
         if is_unknown and (member.asking is None or member.asking.done()):
             member.asking = self._begin(self._ask(member.state))
 

@@ -280,24 +280,24 @@ class PromptRun:
         cause = getattr(error, "cause", None) or error  # Ray raises a copy of the engine's exception
         if isinstance(cause, RayActorError | EngineFailed):
             if self.connection is None:
-                self._try_again("unreached")
+                self._try_again("unreached", self._client.cannot_reach(self.request_id))
             else:
                 self.lose("connection")
         elif isinstance(cause, OSError):  # engine and ingress cannot reach each other just now
-            self._try_again("unreached")
+            self._try_again("unreached", self._client.cannot_reach(self.request_id))
         else:
             self._fail(error)
 
-    def _try_again(self, cause: Cause) -> None:
+    def _try_again(self, cause: Cause, another_can: bool = False) -> None:
         """Calls an engine again, or refuses the request if its deadline has passed. The first call in vain is repeated
-        at once if another engine can take the request, and every other one after a pause.
+        at once if another engine can take the request (`another_can`), and every other one after a pause.
         """
         if time.monotonic() >= self._deadline:
             self.refuse(overdue_error())
             return
         times = self._client.times
         pause_s = min(times.retry_s * 2**self._num_calls_in_vain, times.most_retry_s)
-        if cause == "unreached" and self._client.cannot_reach(self.request_id) and not self._num_calls_in_vain:
+        if another_can and not self._num_calls_in_vain:
             pause_s = 0.0
         self._num_calls_in_vain = min(self._num_calls_in_vain + 1, 16)
         self.go_on(cause, pause_s)

@@ -6,6 +6,7 @@ Inputs are whole numbers of numpy's PCG64, scaled by powers of two, so that no l
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,13 +14,16 @@ import pytest
 import torch
 
 from manta.workers.decoders.rope_table import rope_table
-from manta.workers.kernels import cpu, cpu_sampler
+from manta.workers.kernels import cpu, cpu_exact, cpu_sampler, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.exponential import exponential
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrence import RecurrentInputs
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.models.model_config import RopeConfig
 from manta.workers.sampling.sampling_state import SamplingState
 from manta.workers.sampling_params import SamplingParams
-from manta.workers.step import SequenceStart
+from manta.workers.step import SequenceStart, StateUse
 from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 from tests.workers.kernels.test_kernels import heads_of, make_metadata
 
@@ -47,6 +51,24 @@ DIGESTS = {
     "attention in a window, bfloat16": "d695b33affa9f23f",
     "sampler, float32": "5f83de1b2767a12a",
     "sampler, bfloat16": "b6ea3c474608a669",
+    "gated delta net, float32": "b611a56e372f97ad",
+    "Kimi delta attention, float32": "4ce736627af44e60",
+    "Mamba 1, float32": "13254c77e93267fe",
+    "convolutions, float32": "f86bfc471461c257",
+    "parts of recurrent layers, float32": "1fba3817477a06e9",
+    "products of heads, float32": "39550479a5f1d2ca",
+    "products of heads, bfloat16": "8e2d005b2276bd2b",
+    "scores of experts, float32": "b37c837ea627946c",
+    "norms that subtract the mean, float32": "410e29ca6d538eec",
+    "norms that subtract the mean, bfloat16": "e499b25d51f1ff09",
+    "soft caps, float32": "e7d278115d759e4e",
+    "soft caps, bfloat16": "fd6af0c4068a7f8f",
+    "clamped, float32": "bd0c81eea78709db",
+    "clamped, bfloat16": "033b4d62d5ecb576",
+    "gelu, float32": "beef166825add68b",
+    "gelu, bfloat16": "15296cebff2163df",
+    "logarithms, float32": "265d4d1a861fb600",
+    "exponentials, float32": "d8bf3ff6430b8cd6",
 }
 """Digests of results, by kernel and dtype. An Intel processor computed them in every form, and an emulated ARM."""
 
@@ -167,3 +189,127 @@ def test_sampler(form: str, dtype: torch.dtype) -> None:
     token_ids, status = cpu_sampler.draw(logits, sequences, [20] * num_rows, state)
     assert not status.any()
     check("sampler", dtype, token_ids, *cpu_sampler.logprobs(logits, token_ids, 5))
+
+
+SEGMENTS = RecurrentStep.build(
+    [0, 7, 3], [40, 1, 2], [StateUse(0, [(39, 2), (40, 3)]), StateUse(4, [(8, 5)]), StateUse(6, [(5, 7)])]
+)
+"""A prompt, a decode and a short chunk, in slots below `NUM_SLOTS`."""
+NUM_SLOTS, NUM_ROWS = 8, 43
+
+
+@pytest.fixture
+def compiled(form: str) -> None:
+    if form not in COMPILED:
+        pytest.skip("an emulated process cannot follow the addresses of structures")
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("kind", "key_dim", "value_dim"),
+    [("gated delta net", 24, 40), ("Kimi delta attention", 20, 12), ("Mamba 1", 12, 1)],
+)
+def test_recurrences(form: str, kind: str, key_dim: int, value_dim: int) -> None:
+    num_groups, num_heads = (1, 70) if kind == "Mamba 1" else (2, 4)
+    query, key = (numbers(seed, NUM_ROWS, num_groups, key_dim, scale=2.0**-20) for seed in (13, 14))
+    decays = (num_heads, key_dim) if kind == "Kimi delta attention" else (num_heads,)
+    inputs = RecurrentInputs(
+        query,
+        key,
+        numbers(15, NUM_ROWS, num_heads, value_dim),
+        -numbers(16, NUM_ROWS, *decays).abs(),
+        None if kind == "Mamba 1" else numbers(17, NUM_ROWS, num_heads, scale=2.0**-18).abs(),
+        numbers(18, num_heads, key_dim).abs() if kind == "Mamba 1" else None,
+    )
+    states = numbers(19, NUM_SLOTS, num_heads, key_dim, value_dim)
+    check(kind, torch.float32, cpu.recurrent.recur(inputs, states, SEGMENTS), states)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_convolutions(form: str) -> None:
+    found = []
+    for width in (3, 4, 5):  # torch computes the last one, but for its SiLU
+        kernel, bias = numbers(20, 300, width), numbers(21, 300)
+        states = numbers(22, NUM_SLOTS, 300, width - 1)
+        x = numbers(23, NUM_ROWS, 300)
+        found += [cpu.recurrent.convolve(x, kernel, bias, states, SEGMENTS, activates=True), states]
+    check("convolutions", torch.float32, *found)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_parts_of_recurrent_layers(form: str) -> None:
+    x, gate, weight = numbers(24, 7, 3, 52), numbers(25, 7, 156, scale=2.0**-12), numbers(26, 156)
+    layer = cpu.recurrent
+    norms = [
+        layer.gated_norm(x, gate, weight, 1e-6, **options)
+        for options in ({}, {"has_sigmoid": True}, {"gates_first": True})
+    ]
+    gates = [layer.softplus(gate, weight), layer.sigmoid(gate), layer.silu(gate), layer.exp(gate)]
+    states = numbers(35, NUM_SLOTS, 9, 1)
+    largest = layer.running_max(
+        numbers(36, NUM_ROWS, 9), -numbers(37, NUM_ROWS, 9, scale=2.0**-18).abs(), states, SEGMENTS
+    )
+    squares = layer.sums_of_squares(gate)
+    norms += [layer.unit_heads(x, 0.25, 1e-6), layer.row_norm(gate, squares, 200, weight, 1e-6)]
+    check("parts of recurrent layers", torch.float32, *norms, *gates, squares, largest, states)
+
+
+@DTYPES
+def test_products_of_heads(form: str, dtype: torch.dtype) -> None:
+    """Their bits do not depend on the other rows, and a part of a wider row is read where it lies."""
+    wide, weight = numbers(27, 9, 3, 50, dtype=dtype), numbers(28, 3, 40, 70, dtype=dtype)
+    whole = cpu_exact.head_products(wide[..., :40], weight)
+    check("products of heads", dtype, whole)
+    assert torch.equal(cpu_exact.head_products(wide[5:6, :, :40], weight), whole[5:6])
+    expected = torch.einsum("thi,hio->tho", wide[..., :40].double(), weight.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_scores_of_experts(form: str) -> None:
+    logits = numbers(29, 5, 37, scale=2.0**-13)
+    scores = cpu_exact.softmax(logits)
+    check("scores of experts", torch.float32, scores)
+    torch.testing.assert_close(scores, logits.softmax(-1))
+
+
+@pytest.mark.usefixtures("compiled")
+@DTYPES
+def test_norms_that_subtract_the_mean(form: str, dtype: torch.dtype) -> None:
+    x, weight = numbers(31, 9, 100, dtype=dtype) + 1, numbers(32, 100, dtype=dtype)
+    found = cpu_exact.layer_norm(x, weight, 1e-6)
+    check("norms that subtract the mean", dtype, found)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, reference.layer_norm(x, weight, 1e-6), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("compiled")
+@DTYPES
+def test_soft_caps(form: str, dtype: torch.dtype) -> None:
+    x = numbers(33, 5, 100, dtype=dtype, scale=2.0**-12)
+    found = cpu_exact.cap(x, 30.0)
+    check("soft caps", dtype, found)
+    torch.testing.assert_close(found, reference.cap(x.float(), 30.0).to(dtype), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.usefixtures("compiled")
+@DTYPES
+@pytest.mark.parametrize("activation", ["clamped", "gelu"])
+def test_gates_of_other_kernels(form: str, activation: str, dtype: torch.dtype) -> None:
+    gate_up = numbers(34, 5, 2 * 50, dtype=dtype, scale=2.0**-14)
+    found = cpu.gate(activation, gate_up)
+    check(activation, dtype, found)
+    torch.testing.assert_close(found, reference.gate(activation, gate_up), rtol=1e-2, atol=1e-5)
+
+
+def test_logarithms(form: str) -> None:
+    x = torch.arange(300.0)
+    found = cpu_exact.log1p(x)
+    check("logarithms", torch.float32, found)
+    assert found.tolist() == [float(np.float32(math.log1p(each))) for each in range(300)]
+
+
+def test_exponentials() -> None:
+    x = numbers(30, 400, scale=2.0**-12)
+    check("exponentials", torch.float32, exponential(x))
+    assert exponential(x).tolist() == [float(np.float32(math.exp(each))) for each in x.tolist()]
+    assert exponential(torch.tensor([torch.nan, -1000.0, 1000.0])).tolist()[1:] == [0.0, math.inf]

@@ -181,7 +181,7 @@ def steps() -> list[RecurrentStep]:
     return [RecurrentStep.build(STARTS, LENS, USES), RecurrentStep.build([3, 9, 0], [1, 1, 1], DECODES)]
 
 
-@pytest.mark.parametrize("value_dim", [20, 100])
+@pytest.mark.parametrize("value_dim", [1, 20, 100])
 @pytest.mark.parametrize("kind", [*KINDS, "rates"])
 def test_compiled_recurrences_are_those_of_torch(form: str, kind: str, value_dim: int) -> None:
     for step in steps():
@@ -196,9 +196,11 @@ def test_compiled_recurrences_are_those_of_torch(form: str, kind: str, value_dim
         assert close(states, expected_states)
 
 
+@pytest.mark.parametrize("value_dim", [1, VALUE_DIM])
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_recurrences_have_the_same_bits_wherever_a_step_begins(form: str, kind: str) -> None:
-    inputs, states = inputs_of(kind, 60), states_of(HEADS, KEY_DIM, VALUE_DIM)
+def test_compiled_recurrences_have_the_same_bits_wherever_a_step_begins(form: str, kind: str, value_dim: int) -> None:
+    inputs, states = inputs_of(kind, 60), states_of(HEADS, KEY_DIM, value_dim)
+    inputs = inputs._replace(value=inputs.value[..., :value_dim].contiguous())
     whole = RecurrentStep.build([0], [60], [StateUse(0, [(60, 1)])])
     expected = cpu_recurrence.recur(inputs, states, whole)
     pieces, slot = [], 0
@@ -212,7 +214,7 @@ def test_compiled_recurrences_have_the_same_bits_wherever_a_step_begins(form: st
 
 @pytest.mark.parametrize("activates", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("width", [3, 4, 5])
 def test_compiled_convolutions_are_those_of_torch(form: str, width: int, has_bias: bool, activates: bool) -> None:
     channels = 300
     kernel, bias = random(channels, width, seed=2), random(channels, seed=3) if has_bias else None
@@ -245,4 +247,23 @@ def test_compiled_norms_and_gates_are_those_of_torch(form: str, size: int) -> No
     expected = recurrent_layer.softplus(wide, torch.zeros(size))
     assert (cpu_recurrence.softplus(wide, torch.zeros(size)) - expected).abs().max() < 1e-5
     assert close(cpu_recurrence.sigmoid(wide), recurrent_layer.sigmoid(wide))
+    assert close(cpu_recurrence.silu(wide), recurrent_layer.silu(wide))
+    assert close(cpu_recurrence.sums_of_squares(wide), recurrent_layer.sums_of_squares(wide))
+    squares = recurrent_layer.sums_of_squares(gate)
+    for weight in (None, random(3 * size, seed=3)):
+        expected = recurrent_layer.row_norm(gate, squares, 4 * size, weight, 1e-6)
+        assert close(cpu_recurrence.row_norm(gate, squares, 4 * size, weight, 1e-6), expected)
+    assert close(cpu_recurrence.exp(wide), recurrent_layer.exp(wide))
+    assert close(cpu_recurrence.cap(wide, 30.0), recurrent_layer.cap(wide, 30.0))
+    assert close(cpu_recurrence.centred_heads(x, 1e-6), recurrent_layer.centred_heads(x, 1e-6))
     assert cpu_recurrence.softplus(torch.full((1, 1), torch.nan), torch.zeros(1)).isnan().all()
+
+
+def test_the_largest_number_so_far_has_the_same_bits_wherever_a_step_begins(form: str) -> None:
+    for step in steps():
+        num_tokens = int(step.starts[-1])
+        numbers, log_decay = random(num_tokens, HEADS, seed=1), -random(num_tokens, HEADS, seed=2).abs()
+        expected_states, states = states_of(HEADS, 1), states_of(HEADS, 1)
+        expected = recurrent_layer.running_max(numbers, log_decay, expected_states, step)
+        assert close(cpu_recurrence.running_max(numbers, log_decay, states, step), expected)
+        assert close(states, expected_states)

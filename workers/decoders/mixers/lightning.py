@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
@@ -29,11 +28,12 @@ def lightning(
     assert isinstance(shape, LightningShape)
     width = shape.num_heads * shape.head_dim
     mixed, gate = weights.inputs["input"].forward(x, metadata).float().split([3 * width, width], dim=-1)
-    query, key, value = F.silu(mixed).unflatten(1, (shape.num_heads, 3, shape.head_dim)).unbind(2)
+    query, key, value = kernels.silu(mixed).unflatten(1, (shape.num_heads, 3, shape.head_dim)).unbind(2)
     log_decay = -tensors["slopes"].expand(len(x), -1)
     query, key, value, log_decay = (each.contiguous() for each in (query, key, value, log_decay))
     inputs = RecurrentInputs(query, key, value, log_decay, dtype=x.dtype)
     outputs = kernels.recur(inputs, states[0], step).flatten(1)
-    squares = weights.sum_over_ranks(outputs.square().sum(-1, keepdim=True)) / (width * weights.num_ranks)
-    normed = outputs * torch.rsqrt(squares + shape.norm_eps) * tensors["norm"]
+    size = width * weights.num_ranks
+    squares = weights.squares_over_ranks(outputs, size, kernels)
+    normed = kernels.row_norm(outputs, squares, size, tensors["norm"], shape.norm_eps)
     return weights.output.forward((normed * kernels.sigmoid(gate.contiguous())).to(x.dtype), metadata)

@@ -7,12 +7,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.kernels.running_max import running_max
 from manta.workers.kernels.weights import RecurrentWeights
 from manta.workers.models.recurrent_shapes import MatrixMemoryShape
 
@@ -38,17 +36,16 @@ def matrix_memory(
     keys, values = shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim
     projected = weights.inputs["input"].forward(x, metadata).float()
     query, key, value, output_gate = projected.split([keys, keys, values, values], dim=-1)
-    gates = reference.cap(weights.inputs["gates"].forward(x, metadata).float(), shape.gate_cap)
+    gates = kernels.cap(weights.inputs["gates"].forward(x, metadata).float(), shape.gate_cap)
     input_gate, forget_gate = gates.chunk(2, dim=-1)
-    log_decay = F.logsigmoid(forget_gate)
+    log_decay = -kernels.softplus(-forget_gate, forget_gate.new_zeros(shape.num_heads))  # of the sigmoid
     by_head = value.unflatten(-1, (shape.num_heads, -1))
-    with_ones = F.pad(by_head, (0, 1), value=1.0) * input_gate.exp().unsqueeze(-1)
+    with_ones = F.pad(by_head, (0, 1), value=1.0) * kernels.exp(input_gate).unsqueeze(-1)
     query, key = (each.unflatten(-1, (shape.num_heads, -1)) for each in (query, key))
     inputs = RecurrentInputs(query * shape.key_dim**-0.5, key, with_ones, log_decay, dtype=x.dtype)
     outputs, ones = kernels.recur(inputs, states[0], step).split((shape.value_dim, 1), dim=-1)
-    largest = running_max(input_gate, log_decay, states[1], step).unsqueeze(-1)
-    outputs = outputs / (ones.abs().clamp(min=1) + shape.eps * largest.exp())
-    centred = outputs - outputs.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + shape.norm_eps)
+    largest = kernels.running_max(input_gate, log_decay, states[1], step).unsqueeze(-1)
+    outputs = outputs / (ones.abs().clamp(min=1) + shape.eps * kernels.exp(largest))
+    normed = kernels.centred_heads(outputs, shape.norm_eps)
     gated = normed.flatten(1) * tensors["norm"] * kernels.sigmoid(output_gate.contiguous())
     return weights.output.forward(gated.to(x.dtype), metadata)

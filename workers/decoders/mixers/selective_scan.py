@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.kernels.reference import rms_norm
 from manta.workers.kernels.weights import RecurrentWeights
 from manta.workers.models.recurrent_shapes import SelectiveShape
 
@@ -38,10 +36,11 @@ def selective_scan(
     selected = inputs["selection"].forward(values.to(x.dtype), metadata)
     parts = selected.split([shape.step_rank, shape.state_size, shape.state_size], dim=-1)
     if shape.norm_eps is not None:
-        norms = [tensors.get(name, part.new_ones(part.shape[-1])) for name, part in zip(_NORMS, parts, strict=True)]
-        parts = tuple(rms_norm(part, norm, shape.norm_eps) for part, norm in zip(parts, norms, strict=True))
+        parts = tuple(
+            _normed(part, tensors.get(name), shape.norm_eps, kernels) for name, part in zip(_NORMS, parts, strict=True)
+        )
     time, b, c = parts
-    time = F.softplus(inputs["time"].forward(time.contiguous(), metadata).float() + tensors["time_bias"])
+    time = kernels.softplus(inputs["time"].forward(time.contiguous(), metadata).float(), tensors["time_bias"])
     of_tokens = RecurrentInputs(
         query=c.float().unsqueeze(1),
         key=b.float().unsqueeze(1),
@@ -51,4 +50,10 @@ def selective_scan(
         dtype=x.dtype,
     )
     outputs = kernels.recur(of_tokens, states[1], step).squeeze(-1) + values * tensors["skip"]
-    return weights.output.forward((outputs * F.silu(gate)).to(x.dtype), metadata)
+    return weights.output.forward((outputs * kernels.silu(gate)).to(x.dtype), metadata)
+
+
+def _normed(part: torch.Tensor, weight: torch.Tensor | None, eps: float, kernels: RecurrentKernels) -> torch.Tensor:
+    """Returns the RMS norm of time steps, B or C [num_tokens, width], in their dtype."""
+    wide = part.float()
+    return kernels.row_norm(wide, kernels.sums_of_squares(wide), part.shape[-1], weight, eps).to(part.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -55,18 +54,19 @@ def _norm_and_gate(
     shape = weights.shape
     assert isinstance(shape, StateSpaceShape)
     if shape.norm_eps is None:
-        return outputs * F.silu(gate)
+        return outputs * kernels.silu(gate)
     if not shape.shares_group:
         by_group = outputs.unflatten(1, (shape.num_groups, -1))
         gates_first = not shape.norms_before_gate
         return kernels.gated_norm(by_group, gate, weights.tensors["norm"], shape.norm_eps, gates_first=gates_first)
-    gates = F.silu(gate)
+    gates = kernels.silu(gate)
     if shape.norms_before_gate:
-        return _norm_over_ranks(outputs, weights, shape.norm_eps) * gates
-    return _norm_over_ranks(outputs * gates, weights, shape.norm_eps)
+        return _norm_over_ranks(outputs, weights, shape.norm_eps, kernels) * gates
+    return _norm_over_ranks(outputs * gates, weights, shape.norm_eps, kernels)
 
 
-def _norm_over_ranks(x: torch.Tensor, weights: RecurrentWeights, eps: float) -> torch.Tensor:
+def _norm_over_ranks(x: torch.Tensor, weights: RecurrentWeights, eps: float, kernels: RecurrentKernels) -> torch.Tensor:
     """Returns the RMS norm of the only group, of which each rank has a part."""
-    squares = weights.sum_over_ranks(x.square().sum(-1, keepdim=True))
-    return x * torch.rsqrt(squares / (x.shape[-1] * weights.num_ranks) + eps) * weights.tensors["norm"]
+    size = x.shape[-1] * weights.num_ranks
+    squares = weights.squares_over_ranks(x, size, kernels)
+    return kernels.row_norm(x, squares, size, weights.tensors["norm"], eps)

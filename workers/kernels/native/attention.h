@@ -15,8 +15,11 @@
 #include <type_traits>
 
 #include "attention_plan.h"
+#include "byte_scores.h"
+#include "nibbles.h"
 #include "parallel.h"
 #include "quantized_floats.h"
+#include "rotation.h"
 #include "scratch.h"
 #include "softmax.h"
 
@@ -36,35 +39,10 @@ struct KeyBlock {
     size_t offsets[KEY_BLOCK];
 };
 
-// One row's state after a split of its keys, or after several of them
-struct RowState {
-    float* values;  // [width]: probabilities times values, still to be divided by `sum`
-    float maximum;  // probabilities are relative to it
-    float sum;  // of probabilities; 0 if no key was visible yet
-};
-
-// Adds a later split to a row's state
-inline void fold(RowState& to, const RowState& split, int width) {
-    if (split.sum == 0) return;
-    if (to.sum == 0) {
-        memcpy(to.values, split.values, width * sizeof(float));
-        to.maximum = split.maximum;
-        to.sum = split.sum;
-        return;
-    }
-    const float maximum_now = std::max(to.maximum, split.maximum);
-    const Floats left = exp2_of<false>(splat(to.maximum - maximum_now));
-    const Floats right = exp2_of<false>(splat(split.maximum - maximum_now));
-    for (int i = 0; i < width; i += LANES) {
-        store(to.values + i, load(to.values + i) * left + load(split.values + i) * right);
-    }
-    to.maximum = maximum_now;
-    to.sum = to.sum * left[0] + split.sum * right[0];
-}
-
-// Runs units of work; T and C as in `Attention`, E is the element of the packed operands (bf16 or float). Packed int8 stay
-// whole numbers: scales are applied to scores and probabilities, of which there are fewer. EMULATES_FUSED: products are rounded as if
-// the processor fused them with sums.
+// Runs units of work; T and C as in `Attention`, E is the element of the packed operands (bf16 or float). Numbers of a
+// rounded cache stay whole when packed: scales are applied to scores and probabilities, of which there are fewer. If it
+// is rotated, queries are rotated too, and results rotated back. EMULATES_FUSED: products are rounded as if the
+// processor fused them with sums.
 template <class T, class C, class E, bool EMULATES_FUSED>
 class AttentionWorker {
   public:
@@ -93,7 +71,7 @@ class AttentionWorker {
     }
 
     static int width_of(int head_dim) {
-        return round_up(head_dim, GRANULE);
+        return round_up(head_dim, WIDTH_GRANULE);
     }
 
     // Called before and after the units of one thread, because other code in the process configures the tiles for
@@ -112,7 +90,10 @@ class AttentionWorker {
 
   private:
     static constexpr bool PAIRS = !std::is_same<E, float>::value;
-    static constexpr int GRANULE = PAIRS ? 32 : SUM_LANES;  // head_dim and keys are padded to a multiple
+    static constexpr bool IS_ROTATED = CacheLayout<C>::IS_ROTATED;
+    static constexpr bool SUMS_BYTES = IS_ROTATED && PAIRS && HAS_BYTE_SCORES;  // of queries times keys
+    static constexpr int GRANULE = PAIRS ? 32 : SUM_LANES;  // keys are padded to a multiple
+    static constexpr int WIDTH_GRANULE = IS_ROTATED ? NIBBLE_GROUP : GRANULE;  // head_dim is padded to a multiple
 
     // Computes the shared keys for the rows of all members, then continues each member's rows with its first own split
     void run_members(const Task& task, const Task* next_task, int next_split, Scratch& member_scratch) {
@@ -222,12 +203,14 @@ class AttentionWorker {
             heads * padded_rows_ * width_ * sizeof(float),
             heads * padded_rows_ * sizeof(float),
             heads * padded_rows_ * sizeof(float),
+            IS_ROTATED ? 2 * rotated_size() * sizeof(float) : 0,
         };
-        char* starts[12];
+        constexpr int count = sizeof(sizes) / sizeof(*sizes);
+        char* starts[count];
         size_t total = 0;
         for (size_t size : sizes) total += (size + 63) / 64 * 64;
         char* next = scratch.reserve(total);
-        for (int i = 0; i < 12; i++) {
+        for (int i = 0; i < count; i++) {
             starts[i] = next;
             next += (sizes[i] + 63) / 64 * 64;
         }
@@ -243,6 +226,7 @@ class AttentionWorker {
         folded_ = reinterpret_cast<float*>(starts[9]);
         folded_maxima_ = reinterpret_cast<float*>(starts[10]);
         folded_sums_ = reinterpret_cast<float*>(starts[11]);
+        rotated_ = reinterpret_cast<float*>(starts[12]);
         memset(zeros_, 0, sizes[7]);
     }
 
@@ -264,9 +248,26 @@ class AttentionWorker {
     E* load_tokens(int64_t first_row, int num_tokens, int64_t query_head, E* to) const {
         for (int64_t row = first_row; row < first_row + num_tokens; row++) {
             const T* from = call_.qkv + row * call_.qkv_stride + query_head * call_.head_dim;
-            for (int i = 0; i < group_; i++, to += width_) pack_query(from + i * call_.head_dim, call_.head_dim, to);
+            for (int i = 0; i < group_; i++, to += width_) load_query(from + i * call_.head_dim, to);
         }
         return to;
+    }
+
+    void load_query(const T* from, E* to) const {
+        const int head_dim = call_.head_dim;
+        if constexpr (IS_ROTATED) rotate_from(from, head_dim, rotated_, rotated_ + rotated_size());
+        if constexpr (SUMS_BYTES) {
+            pack_query_bytes(rotated_, head_dim, width_, to);
+        } else if constexpr (IS_ROTATED) {
+            pack_rotated_query(rotated_, head_dim, to);
+        } else {
+            pack_query(from, head_dim, to);
+        }
+    }
+
+    // Floats of a rotated head, and of the memory that rotating it takes besides
+    size_t rotated_size() const {
+        return width_ + ROTATION_SLACK;
     }
 
     static KeyRange range_of(const Task& task, int split) {
@@ -277,7 +278,7 @@ class AttentionWorker {
 
     // Prefetches the rows of a block's keys, then those of its values, spread over `num_heads` rounds of packing
     Prefetcher prefetcher_of(const Task& task, const KeyBlock& block, const char** rows, int num_heads) const {
-        const size_t base = size_t(task.first_head) * call_.head_dim;
+        const size_t base = task.first_head * call_.cache.head_size();
         const int num_read = block.num_keys - block.num_unseen;
         for (int i = 0; i < num_read; i++) {
             const size_t offset = block.offsets[block.num_unseen + i] + base;
@@ -285,8 +286,9 @@ class AttentionWorker {
             rows[num_read + i] = reinterpret_cast<const char*>(call_.v_cache + offset);
         }
         const int num_rows = 2 * num_read;
-        const int packs = KEY_BLOCK / LANES * (width_ / GRANULE) * num_heads;
-        return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(C)), num_rows / 3 / packs + 1};
+        const int packs = KEY_BLOCK / LANES * (width_ / WIDTH_GRANULE) * num_heads;
+        const int row_bytes = int(task.num_heads * call_.cache.head_size() * sizeof(C));
+        return {rows, num_rows, row_bytes, num_rows / 3 / packs + 1};
     }
 
     // Finds where the keys [key, key + KEY_BLOCK) before `end` lie
@@ -335,19 +337,17 @@ class AttentionWorker {
         const C* rows[KEY_BLOCK];
         E* packed_values = rows_ > ROW_BLOCK ? packed_ + size_t(width_) * KEY_BLOCK : packed_;
         for (int head = 0; head < task.num_heads; head++) {
-            const size_t base = size_t(task.first_head + head) * call_.head_dim;
+            const size_t base = (task.first_head + head) * call_.cache.head_size();
             if (CacheLayout<C>::HAS_SCALES) {
                 load_scales(call_.k_cache, block, task.first_head + head, key_scales_);
                 load_scales(call_.v_cache, block, task.first_head + head, value_scales_);
             }
             point(call_.k_cache + base, block, span, rows);
-            for (int i = 0; i < span; i += LANES) pack_keys(rows + i, call_.head_dim, packed_ + i * width_, prefetcher);
+            pack_panels(rows, span, prefetcher);
             for (int row = 0; row < rows_; row += ROW_BLOCK) {
                 const int num_rows = std::min(ROW_BLOCK, rows_ - row);
                 const size_t first = size_t(head) * padded_rows_ + row;
-                product(
-                    queries_ + first * width_, width_, packed_, width_, scores_, KEY_BLOCK, num_rows, span / LANES, false
-                );
+                score(first, num_rows, span / LANES);
                 softmax(task, head, row, num_rows, key, span, prefetcher);
                 if (row == 0) {
                     point(call_.v_cache + base, block, span, rows);
@@ -360,6 +360,31 @@ class AttentionWorker {
             }
         }
         is_fresh_ = false;
+    }
+
+    void pack_panels(const C* const* keys, int span, Prefetcher& prefetcher) {
+        for (int i = 0; i < span; i += LANES) {
+            if constexpr (SUMS_BYTES) {
+                pack_key_bytes(keys + i, call_.head_dim, (char*)packed_ + i * width_, prefetcher);
+            } else {
+                pack_keys(keys + i, call_.head_dim, packed_ + i * width_, prefetcher);
+            }
+        }
+    }
+
+    // Products of rows from `first` on, over all heads, with the packed keys
+    void score(size_t first, int rows, int panels) {
+        const E* const queries = queries_ + first * width_;
+        if constexpr (SUMS_BYTES) {
+            multiply_bytes(queries, width_ * sizeof(E), packed_, width_, scores_, KEY_BLOCK, rows, panels);
+        } else {
+            product(queries, width_, packed_, width_, scores_, KEY_BLOCK, rows, panels, false);
+        }
+    }
+
+    // A score's scale that is its row's
+    float query_scale(size_t state) const {
+        return SUMS_BYTES ? RoundedQuery::of(queries_ + state * width_, width_).scale : 1.0f;
     }
 
     void product(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels, bool adds) {
@@ -400,17 +425,18 @@ class AttentionWorker {
             float* sum = sums_ + state * SUM_LANES;
             float* gathered = gathered_ + state * width_;
             float& best = maxima_[state];
+            const float row_scale = query_scale(state);
             constexpr bool scaled = CacheLayout<C>::HAS_SCALES;
             const auto run = [&](auto masked, int vectors) {
                 constexpr bool is_masked = decltype(masked)::value;
                 if (is_capped) {
                     capped_softmax_row<is_masked, scaled>(
-                        scores, probabilities, vectors, low, high, cap_scale, factor, best, sum, gathered, width_,
-                        key_scales_, value_scales_
+                        scores, probabilities, vectors, low, high, cap_scale * row_scale, factor, best, sum, gathered,
+                        width_, key_scales_, value_scales_
                     );
                 } else {
                     softmax_row<is_masked, scaled, false>(
-                        scores, probabilities, vectors, low, high, cap_scale, factor, best, sum, gathered, width_,
+                        scores, probabilities, vectors, low, high, 0.0f, factor * row_scale, best, sum, gathered, width_,
                         key_scales_, value_scales_
                     );
                 }
@@ -452,8 +478,17 @@ class AttentionWorker {
             sum += exp2_of<false>(splat(std::min(logit, 126.0f)))[0];
         }
         const float inverse = 1.0f / sum;
-        for (int dim = 0; dim < call_.head_dim; dim += LANES) {
-            store_rounded(to + dim, output_columns<E>(row.values, dim) * inverse);
+        const int head_dim = call_.head_dim;
+        if constexpr (IS_ROTATED) {
+            for (int dim = 0; dim < head_dim; dim += LANES) {
+                store(rotated_ + dim, rotated_columns(row.values, dim) * inverse);
+            }
+            rotate_back(rotated_, head_dim, rotated_ + rotated_size());
+            for (int dim = 0; dim < head_dim; dim += LANES) store_rounded(to + dim, load(rotated_ + dim));
+        } else {
+            for (int dim = 0; dim < head_dim; dim += LANES) {
+                store_rounded(to + dim, output_columns<E>(row.values, dim) * inverse);
+            }
         }
     }
 
@@ -535,6 +570,7 @@ class AttentionWorker {
     float key_scales_[KEY_BLOCK];  // of the block and head under way, if the cache has scales
     float value_scales_[KEY_BLOCK];
     C* zeros_ = nullptr;  // read instead of keys past the end of a context
+    float* rotated_ = nullptr;  // [2][rotated_size()]: a rotated head, and memory for rotating it
 };
 
 template <class T, class C, class E, bool EMULATES_FUSED = false>

@@ -118,7 +118,7 @@ class Plan {
         // A token's heads lie together and are best read together, unless that leaves threads without work
         int64_t num_splits = 0;
         for (int i = 0; i < call.num_sequences; i++) num_splits += splits_of(prefixes_[i], call.context_lens[i]);
-        const int run_heads = std::max(1, KV_RUN_BYTES / int(call.head_dim * sizeof(*call.k_cache)));
+        const int run_heads = std::max(1, KV_RUN_BYTES / int(call.cache.head_size() * sizeof(*call.k_cache)));
         heads_together_ = num_splits >= 2 * threads ? std::min(run_heads, call.num_kv_heads) : 1;
         bool uneven = call.num_groups > 0;
         for (int sequence = 0; sequence < call.num_sequences; sequence++) {

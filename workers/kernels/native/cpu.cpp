@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
 constexpr int HEAD_DIM_MULTIPLE = 16;  // head sizes that attention supports are multiples of it
 
-enum DType { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };  // int8: of caches only
+enum DType { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };  // integers: of caches only
 
 // Two sums in each lane, so that one addition need not wait for the last
 template <class T>
@@ -117,6 +117,19 @@ void cache_rounded(const T* heads, int8_t* cache, const CacheLayout<int8_t>& lay
     }
 }
 
+// Rounds them to four bits, rotated
+template <class T>
+void cache_rounded(const T* heads, nibbles* cache, const CacheLayout<nibbles>& layout, size_t token, int offset) {
+    static thread_local Scratch scratch;
+    const int head_dim = layout.head_dim, size = head_dim + ROTATION_SLACK;
+    float* const rotated = reinterpret_cast<float*>(scratch.reserve(2 * size * sizeof(float)));
+    for (int head = 0; head < layout.num_kv_heads; head++) {
+        rotate_from(heads + head * head_dim, head_dim, rotated, rotated + size);
+        const float scale = round_to_nibbles(rotated, head_dim, cache + token + head * layout.head_size());
+        memcpy(static_cast<void*>(cache + layout.scale(token, offset, head)), &scale, sizeof(scale));
+    }
+}
+
 template <class T, class C>
 void rope_and_cache_all(
     T* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, C* k_cache, C* v_cache,
@@ -149,14 +162,19 @@ void rope_and_cache_all(
     });
 }
 
-// Calls `run` with an element of the dtype and one of the cache's, which is the same or int8
+// Calls `run` with an element of the dtype and one of the cache's, which is the same or rounded
 template <class Run>
 void in_dtypes(int dtype, int cache_dtype, const Run& run) {
-    if (dtype == BFLOAT16) {
-        cache_dtype == INT8 ? run(bf16{}, int8_t{}) : run(bf16{}, bf16{});
-    } else {
-        cache_dtype == INT8 ? run(float{}, int8_t{}) : run(float{}, float{});
-    }
+    const auto with_cache = [&](auto element) {
+        if (cache_dtype == INT8) {
+            run(element, int8_t{});
+        } else if (cache_dtype == INT4) {
+            run(element, nibbles{});
+        } else {
+            run(element, element);
+        }
+    };
+    dtype == BFLOAT16 ? with_cache(bf16{}) : with_cache(float{});
 }
 
 }  // namespace
@@ -187,7 +205,8 @@ void manta_gate(int dtype, int activation, const void* gate_up, void* output, in
     }
 }
 
-// `cache_dtype` is `dtype`, or INT8 if head_dim is a multiple of HEAD_DIM_MULTIPLE. A `v_cache` of null: qkv has no values
+// `cache_dtype` is `dtype`, or INT8 or INT4 if head_dim is a multiple of HEAD_DIM_MULTIPLE. A `v_cache` of null: qkv has no
+// values
 void manta_rope_and_cache(
     int dtype, int cache_dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
     void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens, int block_size,

@@ -365,14 +365,16 @@ MANTA_INLINE Ints zip_high(Ints a, Ints b) {
 #endif
 }
 
-// Transposes LANES x LANES 32-bit elements by log2(LANES) perfect shuffles
-MANTA_INLINE void transpose(Ints (&rows)[LANES]) {
+// Transposes LANES rows of COUNT 32-bit elements, which lie one after the other, by log2(LANES) perfect shuffles: lane i
+// of vector j becomes element j of row i
+template <int COUNT>
+MANTA_INLINE void transpose(Ints (&rows)[COUNT]) {
     for (int round = 1; round < LANES; round *= 2) {
-        Ints next[LANES];
-        for (int i = 0; i < LANES / 2; i++) {
-            next[2 * i] = zip_low(rows[i], rows[i + LANES / 2]);
-            next[2 * i + 1] = zip_high(rows[i], rows[i + LANES / 2]);
+        Ints next[COUNT];
+        for (int i = 0; i < COUNT / 2; i++) {
+            next[2 * i] = zip_low(rows[i], rows[i + COUNT / 2]);
+            next[2 * i + 1] = zip_high(rows[i], rows[i + COUNT / 2]);
         }
-        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+        for (int i = 0; i < COUNT; i++) rows[i] = next[i];
     }
 }

@@ -1,6 +1,7 @@
-// One row of the online softmax of attention, for a block of keys at a time. Used by attention.h only.
+// One row of the online softmax of attention, for a block of keys at a time, and over splits. Used by attention.h only.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -10,6 +11,32 @@
 
 constexpr float LOWEST = -1e30f;  // the maximum before any key: finite, so that differences are never NaN
 constexpr float SLACK = 8.0f;  // a score may exceed the row's running maximum by this many powers of two
+
+// One row's state after a split of its keys, or after several of them
+struct RowState {
+    float* values;  // [width]: probabilities times values, still to be divided by `sum`
+    float maximum;  // probabilities are relative to it
+    float sum;  // of probabilities; 0 if no key was visible yet
+};
+
+// Adds a later split to a row's state
+inline void fold(RowState& to, const RowState& split, int width) {
+    if (split.sum == 0) return;
+    if (to.sum == 0) {
+        memcpy(to.values, split.values, width * sizeof(float));
+        to.maximum = split.maximum;
+        to.sum = split.sum;
+        return;
+    }
+    const float maximum_now = std::max(to.maximum, split.maximum);
+    const Floats left = exp2_of<false>(splat(to.maximum - maximum_now));
+    const Floats right = exp2_of<false>(splat(split.maximum - maximum_now));
+    for (int i = 0; i < width; i += LANES) {
+        store(to.values + i, load(to.values + i) * left + load(split.values + i) * right);
+    }
+    to.maximum = maximum_now;
+    to.sum = to.sum * left[0] + split.sum * right[0];
+}
 
 // One row of softmax over `vectors` * LANES scores, of which [low, high) are visible. Turns scores into probabilities
 // relative to the row's running maximum. If that maximum grows, rescales what the row has gathered. It need not be the

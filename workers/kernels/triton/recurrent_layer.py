@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from manta.workers.kernels.recurrent_layer import (
+    cap,
+    centred_heads,
+    exp,
+    row_norm,
+    running_max,
+    silu,
+    sums_of_squares,
+)
 from manta.workers.kernels.triton.convolution import convolve
 from manta.workers.kernels.triton.gates import gated_norm, sigmoid, softplus, unit_heads
 from manta.workers.kernels.triton.recurrence import recur
 
-__all__ = ["convolve", "gated_norm", "recur", "sigmoid", "softplus", "unit_heads"]
+__all__ = [
+    "cap",
+    "centred_heads",
+    "convolve",
+    "exp",
+    "gated_norm",
+    "recur",
+    "row_norm",
+    "running_max",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "sums_of_squares",
+    "unit_heads",
+]

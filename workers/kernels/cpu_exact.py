@@ -1,0 +1,103 @@
+"""Parts of a model that torch computes without the option `exact`: thin ctypes calls into `exact.cpp`.
+
+The results have the same bits in every form of the kernels and beside any other rows. They need the compiled kernels,
+without which `exact` is refused (`workers/exact.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_int, c_int64, c_void_p
+
+import torch
+
+from manta.workers.kernels import build, cpu_recurrence, expert_choice
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.models.model_config import ExpertsConfig
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = build.load_library()
+    assert library is not None, "exact is refused without compiled kernels"
+    library.manta_head_products.argtypes = [c_int, *[c_void_p] * 3, *[c_int] * 6]
+    library.manta_softmax.argtypes = [c_void_p, c_void_p, c_int64, c_int]
+    library.manta_log1p.argtypes = [c_void_p, c_void_p, c_int64]
+    for name in ("head_products", "softmax", "log1p"):
+        getattr(library, f"manta_{name}").restype = None
+    return library
+
+
+def head_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Computes `reference.head_products`. Each number is one float32 sum in the order of the inputs, whose terms are
+    fused, and is rounded once to the dtype of x.
+    """
+    x = x if x.stride(2) == 1 else x.contiguous()
+    weight = weight.contiguous()
+    num_tokens, num_heads, num_inputs = x.shape
+    output = x.new_empty((num_tokens, num_heads, weight.shape[2]))
+    _library().manta_head_products(
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        weight.data_ptr(),
+        output.data_ptr(),
+        num_tokens,
+        num_heads,
+        num_inputs,
+        weight.shape[2],
+        x.stride(0),
+        x.stride(1),
+    )
+    return output
+
+
+class ExactLinear:
+    """`x @ weight.T + bias` in float32, for the weight [out_features, in_features] of a router."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight.T.contiguous().unsqueeze(0)
+        self._bias = bias
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        products = head_products(x.unsqueeze(1), self._weight).squeeze(1)
+        return products if self._bias is None else products + self._bias
+
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the softmax of each row of logits, float32 [num_tokens, num_experts]."""
+    logits = logits.contiguous()
+    output, width = torch.empty_like(logits), logits.shape[-1]
+    _library().manta_softmax(logits.data_ptr(), output.data_ptr(), logits.numel() // width, width)
+    return output
+
+
+def route(
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+    config: ExpertsConfig,
+    step: AttentionMetadata | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weights of the chosen experts and their indices, as `expert_choice.route` does."""
+    scores = cpu_recurrence.sigmoid(logits) if config.scores == "sigmoid" else softmax(logits)
+    return expert_choice.choose(scores, choice_bias, config)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Computes `reference.layer_norm` of rows x [num_tokens, hidden]."""
+    normed = cpu_recurrence.centred_heads(x.float().unsqueeze(1), eps).squeeze(1)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def cap(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Computes `reference.cap`, and rounds once."""
+    return cpu_recurrence.cap(x.float(), limit).to(x.dtype) if limit else x
+
+
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    """Returns `log(1 + x)` of float32 numbers x, at least 0, of any shape."""
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    _library().manta_log1p(x.data_ptr(), output.data_ptr(), x.numel())
+    return output
