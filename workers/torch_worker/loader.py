@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, overload
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
@@ -92,6 +91,7 @@ from manta.workers.parallel.sharded_layers import (
 )
 from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
 from manta.workers.platforms import Platform
+from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
 
 
 def load_model(
@@ -351,7 +351,7 @@ class _WeightLoader:
         if isinstance(read, QuantizedWeight):
             embedding = self._quantized_embedding(read)
         else:
-            embedding = functools.partial(_embed, self._platform.place_embedding(read, self._dtype), self._dtype)
+            embedding = functools.partial(look_up, self._platform.place_embedding(read, self._dtype), self._dtype)
         return LayerInputsWeights(embedding, self._linear(spec.projection), self._norm(spec.norm))
 
     def _layer_input(self, spec: LayerInputSpec) -> LayerInputWeights:
@@ -578,7 +578,7 @@ class _WeightLoader:
             return self._quantized_embedding(read), None
         table = self._platform.place_embedding(read, self._dtype)
         is_rounded = KEPT_BITS[self._weights].head is not None
-        return functools.partial(_embed, table, self._dtype), None if is_rounded else self._platform.tied_head(table)
+        return functools.partial(look_up, table, self._dtype), None if is_rounded else self._platform.tied_head(table)
 
     def _quantized_embedding(self, weight: QuantizedWeight) -> Embedding:
         """Keeps the integers, of which a lookup dequantises its rows."""
@@ -590,7 +590,7 @@ class _WeightLoader:
             offsets=None if weight.offsets is None else place(weight.offsets, torch.float32),
         )
         self._checkpoint.release()
-        return functools.partial(_embed_quantized, kept, self._dtype)
+        return functools.partial(look_up_quantized, kept, self._dtype)
 
 
 def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
@@ -600,15 +600,3 @@ def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
 
 def _unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 [num_tokens] -> [num_tokens, hidden] in `dtype`; the table may be in another one."""
-    return F.embedding(token_ids, table).to(dtype)
-
-
-def _embed_quantized(table: QuantizedWeight, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 [num_tokens] -> [num_tokens, hidden] in `dtype`."""
-    offsets = None if table.offsets is None else table.offsets[token_ids]
-    rows = QuantizedWeight(table.values[token_ids], table.scales[token_ids], table.bits, offsets)
-    return rows.dequantized(dtype)
