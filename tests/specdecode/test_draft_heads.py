@@ -374,7 +374,7 @@ def test_a_head_reads_zeros_in_blocks_of_the_prefix_store(
 # ---- a trained head --------------------------------------------------------------------------------------------------
 
 
-NUM_STEPS, BATCH, TRAINED = 150, 8, 96
+NUM_STEPS, BATCH, TRAINED = 200, 8, 96
 """Steps of training, texts of a step, and tokens of a text."""
 NUM_LEARNT = 800
 """Tokens of the documents that are learnt, more than a hundred times."""
