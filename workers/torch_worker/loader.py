@@ -403,7 +403,7 @@ class _WeightLoader:
             config,
             self._plain_linear(spec.router),
             self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
-            _unchanged if spec.experts[0].down.gathers else self._group.all_reduce,
+            (lambda total: total) if spec.experts[0].down.gathers else self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
@@ -596,7 +596,3 @@ class _WeightLoader:
 def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
     """Returns the share of the model that this rank of a group has; None if it has all."""
     return Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None
-
-
-def _unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
