@@ -184,7 +184,7 @@ def test_a_preflight_is_answered_without_a_key() -> None:
     assert app.ask("OPTIONS", "/v1/chat/completions", origin="https://other.example", **asks).status_code == 403
     assert app.ask("OPTIONS", "/nowhere", origin=PAGE, **asks).status_code == 404
     plain = app.ask("OPTIONS", "/v1/models")
-    assert (plain.status_code, plain.headers["allow"]) == (204, "GET, HEAD, OPTIONS")
+    assert (plain.status_code, plain.headers["allow"]) == (204, "GET, POST, HEAD, OPTIONS")
 
 
 def test_head_is_taken_where_get_is() -> None:

@@ -89,7 +89,11 @@ def _operations(document: dict[str, Any], root: str) -> Iterator[str]:
 
 
 def _fields(schema: dict[str, Any], components: dict[str, Any]) -> str:
-    """Returns a line for each field: its name, its type, and whether it is required."""
+    """Returns a line for each field of an object, or of the objects in a list: its name, its type, and whether it is
+    required.
+    """
+    if schema.get("type") == "array":
+        return f"a list, each with\n{_fields(schema['items'], components)}"
     body = components[schema["$ref"].rpartition("/")[2]]
     required = set(body.get("required", ()))
     lines = (
