@@ -13,6 +13,9 @@ import pytest
 
 from manta import LLM, SamplingParams
 from manta.cluster.chat.decided import AnswerPath, probabilities
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.access.request_admission import Admission
 from manta.workers.step import TokenLogprobs
 from tests.checkpoints import EOS_TOKEN_ID, checkpoint, reference_logits
 from tests.local_server import ThreadedServer
@@ -166,6 +169,15 @@ def test_a_mistake_is_named(server: ThreadedServer, fields: dict[str, Any], fiel
     answer = asked(server, **fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field
+
+
+def test_prompts_of_all_answers_are_bounded_together() -> None:
+    admission = Admission(ServeConfig(max_body_bytes=80_000))
+    admission.check_repeated(10_000)
+    with pytest.raises(RequestRefused) as refused:
+        admission.check_repeated(10_001)
+    refusal = refused.value.refusal
+    assert (refusal.kind, refusal.field, refusal.value, refusal.bound) == ("over_limit", "questions", 10_001, 10_000)
 
 
 def test_probabilities_of_paths_in_closed_form() -> None:

@@ -55,6 +55,16 @@ def test_streamed_calls_are_the_whole_ones_and_fit(server: ThreadedServer) -> No
     assert num_calls > 0
 
 
+def test_a_model_that_may_think_first_makes_no_decisions(server: ThreadedServer) -> None:
+    """Whatever it would write behind the prompt is no answer yet."""
+    question = {"type": "predicate", "instructions": "It is about a fish."}
+    body = {"model": server.model, "input": "The manta ray.", "questions": [question]}
+    status, _, answer = server.post("/v1/decisions", body)
+    thinks = server.form is GPT_OSS  # type: ignore[attr-defined]
+    assert status == (400 if thinks else 200), answer
+    assert not thinks or answer["error"]["param"] == "model"
+
+
 def test_what_formats_cannot_carry_is_refused_or_reported(server: ThreadedServer) -> None:
     schema = {
         "type": "object",

@@ -362,6 +362,15 @@ class Admission:
             unit, remedy = "characters of prompts to repeat", "leave it out, lower n, or raise max_body_bytes"
             refuse("over_limit", "echo", num_characters, limit, remedy, unit=unit)
 
+    def check_repeated(self, num_tokens: int) -> None:
+        """Checks the length of the prompts that a body's questions become, one for each answer. A token counts as 8
+        bytes of the body.
+        """
+        limit = self._config.max_body_bytes // 8
+        if num_tokens > limit:
+            unit, remedy = "tokens of prompts, one for each answer", "ask fewer questions, or raise max_body_bytes"
+            refuse("over_limit", "questions", num_tokens, limit, remedy, unit=unit)
+
     def sampling_params(self, body: GenerationBody, defaults: Mapping[str, float]) -> SamplingParams:
         """Returns the body's sampling parameters; `defaults` fill what it leaves out. Raises `RequestRefused` naming
         the field that is out of bounds, or the logits processor that is not registered.

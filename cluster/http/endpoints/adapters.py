@@ -98,17 +98,24 @@ async def load(state: AppState, exchange: Exchange, request: LoadAdapterRequest)
 
 async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequest) -> AdaptersAnswer:
     name = exchange.adapter = request.lora_name
-    tables = [each.loaded_adapters for each in state.models if each.loaded_adapters is not None]
-    for loaded in tables:
-        await loaded.refresh()
-        if name in loaded.paths:
-            await loaded.unload(name)
-            return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
+    for each in state.models:
+        await each.refresh_adapters()
+    loaded_by = {
+        adapter: each
+        for each in state.models
+        for adapter in each.admission.names.adapters
+        if adapter not in each.config.engine.adapters
+    }
+    if name in loaded_by:
+        async with loaded_by[name].in_use(exchange) as of_model:
+            assert of_model.loaded_adapters is not None
+            await of_model.refresh_adapters()
+            await of_model.loaded_adapters.unload(name)
+            return AdaptersAnswer(loaded_adapters=dict(of_model.loaded_adapters.paths))
     if any(name in each.config.engine.adapters for each in state.models):
         cause, remedy = "the configuration names it", "take it out of engine.adapters"
         refuse("not_allowed", "lora_name", name, remedy=remedy, cause=cause)
-    names = tuple(each for loaded in tables for each in loaded.paths)
-    raise error_of(Refusal("unknown_model", "lora_name", name, names or "no adapter"))
+    raise error_of(Refusal("unknown_model", "lora_name", name, tuple(loaded_by) or "no adapter"))
 
 
 async def scales(state: AppState, exchange: Exchange, _: None) -> list[ScaledAdapter]:

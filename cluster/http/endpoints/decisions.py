@@ -35,18 +35,20 @@ async def decide(state: AppState, exchange: GenerationExchange, body: DecisionRe
         asked: list[list[AnswerPath]] = []
         prompts: list[list[int]] = []
         scored_from: list[int] = []
+        num_tokens = 0
         for index, question in enumerate(body.questions):
             chat = await state.apart(exchange, body.chat, question)
             plan, prompt = await generation.prompted(state, exchange, chat)
-            if plan.is_thinking:
-                cause = "its chat template begins every answer with thinking"
+            if plan.reasoning is not None:
+                cause = "its chat template begins every answer with thinking, or leaves that to the model"
                 refuse("unsupported", "model", remedy="ask a server with another model", cause=cause)
             field = f"questions[{index}]"
             paths = await aside(answer_paths, state.tokenizer, question.answers(), model.eos_token_ids, field)
+            num_tokens += sum(len(prompt) + len(path.token_ids) for path in paths)
+            state.admission.check_repeated(num_tokens)
             prompts += [[*prompt, *path.token_ids] for path in paths]
             scored_from += [max(1, len(prompt))] * len(paths)
             asked.append(paths)
-        state.admission.check_answer(params, prompts, model.max_model_len, stream=False)
         answer = DecisionAnswer(body, asked, state.model_name)
         await generation.generate(state, exchange, prompts, params, request, answer, scored_from=scored_from)
     except RequestRefused as error:

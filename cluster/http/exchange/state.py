@@ -245,10 +245,11 @@ class AppState:
         """Serves the adapters that operators load, from now on."""
         self.loaded_adapters = loaded
         if loaded is not None:
-            loaded.tell = self._serve_adapters
-            self._serve_adapters(loaded.paths)
+            loaded.tell = self.serve_adapters
+            self.serve_adapters(loaded.paths)
 
-    def _serve_adapters(self, names: Collection[str]) -> None:
+    def serve_adapters(self, names: Collection[str]) -> None:
+        """Serves the loaded adapters with these names, and no others."""
         self.admission.names.serve(names)
         self.models.note_names()
 

@@ -19,9 +19,10 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
+from manta.cluster.serve.adapters import adapter_registry
 from manta.cluster.serve.adapters.adapter_directory import open_directory, tell_nobody
 from manta.cluster.serve.adapters.shared_call import SharedCall
-from manta.cluster.serve.fleet.found import FoundModel, found_models, with_unloaded
+from manta.cluster.serve.fleet.found import FoundModel, application_name, found_models, with_unloaded
 from manta.cluster.serve.fleet.model_changes import ModelChanges, no_changes
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.recorded.streams import RecordedStreams
@@ -278,8 +279,12 @@ class Fleet:
         self._tell(member, found)
 
     async def _use_adapters(self, member: _Member) -> None:
-        """Serves the adapters that operators load for a model."""
+        """Serves the adapters that operators load for a model. The names of a model that is not loaded stay its own."""
         state, client = member.state, member.client
+        if client is None and state.config.engine.adapter_roots:
+            name = application_name(self._address, state.model_name)
+            registry = adapter_registry.open_registry(name, state.config.engine.model)
+            state.serve_adapters((await asyncio.to_thread(registry.read)).loaded)
         if client is not None:
             client.loaded_adapters = open_directory(state.config, client, self._tell_others)
             state.use_adapters(client.loaded_adapters)
