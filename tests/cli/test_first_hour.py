@@ -55,7 +55,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["chat", "--modle=x"], ["usage: manta chat", "--url", "there is no --modle (did you mean --model?)"]),
         (
             ["srve"],
-            ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, top, models, batch, check, bench"],
+            ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, top, models, batch, check"],
         ),
         (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
         (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),

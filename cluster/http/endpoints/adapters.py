@@ -7,6 +7,8 @@ operators may call them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from manta.cluster.engine.adapter_table import AppliedAdapter
@@ -100,12 +102,7 @@ async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequ
     name = exchange.adapter = request.lora_name
     for each in state.models:
         await each.refresh_adapters()
-    loaded_by = {
-        adapter: each
-        for each in state.models
-        for adapter in each.admission.names.adapters
-        if adapter not in each.config.engine.adapters
-    }
+    loaded_by = {adapter: each for each in state.models for adapter in _loaded_for(each)}
     if name in loaded_by:
         async with loaded_by[name].in_use(exchange) as of_model:
             assert of_model.loaded_adapters is not None
@@ -116,6 +113,13 @@ async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequ
         cause, remedy = "the configuration names it", "take it out of engine.adapters"
         refuse("not_allowed", "lora_name", name, remedy=remedy, cause=cause)
     raise error_of(Refusal("unknown_model", "lora_name", name, tuple(loaded_by) or "no adapter"))
+
+
+def _loaded_for(of_model: AppState) -> Collection[str]:
+    """Returns the names of a model's loaded adapters; of a model that is not loaded, those that no file names too."""
+    if of_model.loaded_adapters is not None:
+        return of_model.loaded_adapters.paths
+    return [name for name in of_model.admission.names.adapters if name not in of_model.config.engine.adapters]
 
 
 async def scales(state: AppState, exchange: Exchange, _: None) -> list[ScaledAdapter]:
