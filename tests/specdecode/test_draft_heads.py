@@ -374,7 +374,7 @@ def test_a_head_reads_zeros_in_blocks_of_the_prefix_store(
 # ---- a trained head --------------------------------------------------------------------------------------------------
 
 
-NUM_STEPS, BATCH, TRAINED = 200, 8, 96
+NUM_STEPS, BATCH, TRAINED = 500, 8, 96
 """Steps of training, texts of a step, and tokens of a text."""
 NUM_LEARNT = 800
 """Tokens of the documents that are learnt, more than a hundred times."""
@@ -439,8 +439,8 @@ def test_half_of_the_drafts_of_a_trained_head_are_accepted(kind: str, tmp_path: 
     model.eval().save_pretrained(tmp_path)
     write_head(head.eval(), {part: each.detach() for part, each in joins.items()}, kind, tmp_path)
     llm = LLM(str(tmp_path), dtype="float32", num_threads=1, speculative=MTP)
-    asked = [tokens[start : start + 60].tolist() for start in range(0, NUM_LEARNT, NUM_LEARNT // 4)]
-    params = msgspec.structs.replace(GREEDY, max_tokens=64)
+    asked = [tokens[start : start + 40].tolist() for start in range(0, NUM_LEARNT, NUM_LEARNT // 4)]
+    params = msgspec.structs.replace(GREEDY, max_tokens=TRAINED - 40)
     answers = run(llm, params, asked)
     formula = Formula(kind, tmp_path, model, head)
     pairs = [accepted_by_formula(formula, *each) for each in zip(asked, answers, strict=True)]
