@@ -1,4 +1,6 @@
-"""Paths that operators name over HTTP. They lie below folders that the configuration names, wherever links lead."""
+"""Names and paths that operators give over HTTP. Paths lie below folders that the configuration names, wherever links
+lead.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,16 @@ import os
 from collections.abc import Sequence
 
 from manta.cluster.errors import refuse
+
+MOST_NAME_CHARACTERS = 256
+
+
+def check_new_name(field: str, name: str) -> None:
+    """Refuses, under the name of the `field`, a name that requests could not well give as their model."""
+    if len(name) > MOST_NAME_CHARACTERS:
+        refuse("over_limit", field, len(name), MOST_NAME_CHARACTERS, "give a shorter name", unit="characters")
+    if not name.isprintable():
+        refuse("wrong_value", field, name, "printable characters")
 
 
 def paths_below(path: str, roots: Sequence[str], field: str, remedy: str) -> list[str]:

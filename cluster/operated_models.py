@@ -15,7 +15,7 @@ import msgspec
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import refuse
 from manta.cluster.model_list import merged
-from manta.cluster.named_paths import paths_below
+from manta.cluster.named_paths import check_new_name, paths_below
 from manta.cluster.option_reader import read_options
 from manta.workers.model_options import DEMO_MODEL
 
@@ -23,7 +23,6 @@ PATHS = ("model", "tokenizer", "speculative.draft_model")
 """Options of an engine that name a checkpoint or a tokenizer, by their dotted keys."""
 FROM_FILES_ONLY = ("adapters", "adapter_roots", "claims_cpus", "kv_events", "logits_processors")
 """Options of an engine that name code to run, folders or addresses, or that depend on all engines of a node."""
-MOST_NAME_CHARACTERS = 256
 _SUFFIX = ".gguf"
 
 
@@ -99,12 +98,5 @@ def _read(options: dict[str, Any]) -> ServedModel:
         refuse("unfit", cause=str(error))
     for field, names in (("name", (entry.model_name,)), ("aliases", entry.aliases)):
         for name in names:
-            _check_name(field, name)
+            check_new_name(field, name)
     return entry
-
-
-def _check_name(field: str, name: str) -> None:
-    if len(name) > MOST_NAME_CHARACTERS:
-        refuse("over_limit", field, len(name), MOST_NAME_CHARACTERS, "give a shorter name", unit="characters")
-    if not name.isprintable():
-        refuse("wrong_value", field, name, "printable characters")

@@ -342,7 +342,7 @@ async def test_models_that_are_not_on_demand_are_deployed_at_once_and_stay() -> 
 
 @async_test
 async def test_other_models_of_the_address_are_left_alone() -> None:
-    """What an operator deploys by itself neither counts nor leaves."""
+    """A model that an operator deploys by itself does not count, and does not leave."""
     world = World(1)
     world.found["other"] = found_as(kept("other"), "loaded", by_loader=False)
     world.now = 100.0

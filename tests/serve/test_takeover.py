@@ -223,7 +223,7 @@ LOSSES: dict[str, tuple[Callable[[World, Engine], None] | None, TakeoverTimes]] 
     "silent": (fall_silent, LOOKING),
     "ending": (tell_to_end, LOOKING),
 }
-"""By the cause that is recorded: how an engine is lost, and the times of the ingress."""
+"""Maps each recorded cause to how the engine is lost, and to the times of the ingress."""
 
 
 @pytest.mark.parametrize("cause", LOSSES)

@@ -153,11 +153,10 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
+def _decoded(kind: Any, body: bytes) -> Any:
     """Returns a body as a `kind`, without what may be left out. That takes longer, so it is tried as it is first."""
-    hashable: Any = kind
     try:
-        return _decoder(hashable).decode(body)
+        return _decoder(kind).decode(body)
     except msgspec.ValidationError:
         fields = msgspec.json.decode(body)
         leave_out_foreign(kind, fields)

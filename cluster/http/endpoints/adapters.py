@@ -17,11 +17,10 @@ from manta.cluster.http.exchange.chosen_adapter import scaled_adapter
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.cluster.named_paths import check_new_name
 from manta.cluster.protocol.adapter_scales import AdapterScale
 from manta.cluster.protocol.error_bodies import under_field
 from manta.structured.refusals import Refusal
-
-MOST_NAME_CHARACTERS = 256
 
 
 class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -167,11 +166,7 @@ def _base_model(state: AppState, exchange: Exchange, asked: str | None, field: s
 def _check_name(name: str) -> None:
     if not name:
         refuse("empty", "lora_name", remedy="give the name that requests will have as their model")
-    if len(name) > MOST_NAME_CHARACTERS:
-        remedy = "give a shorter name"
-        refuse("over_limit", "lora_name", len(name), MOST_NAME_CHARACTERS, remedy, unit="characters")
-    if not name.isprintable():
-        refuse("wrong_value", "lora_name", name, "printable characters")
+    check_new_name("lora_name", name)
 
 
 def _check_free(state: AppState, of_model: AppState, request: LoadAdapterRequest) -> None:

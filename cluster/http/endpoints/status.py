@@ -122,7 +122,7 @@ async def server_version(state: AppState, exchange: Exchange, _: None) -> Versio
 
 
 Activity = Literal["idle", "running", "waits for ranks", "stands still", "failed"]
-"""What an engine does. One that waits for ranks restarts them, or a step is late."""
+"""The states of an engine. An engine waits for ranks while it restarts them, and while a step is late."""
 
 
 class EngineState(msgspec.Struct, kw_only=True):
