@@ -17,8 +17,8 @@ LEVELS = torch.cat((_POSITIVE, -_POSITIVE))
 """The number of each code: the best levels for a normal distribution (Max, 1960), as whole numbers that bfloat16 holds.
 """
 DEVIATIONS = (36.0, 42.0, 48.0, 54.0, 60.0, 66.0)
-"""Standard deviations of the rotated numbers that are tried for each head, in units of the levels. With 46.5 for all
-heads, which is best for many numbers, the errors of heads of 64 have a quarter larger squares.
+"""Standard deviations of the rotated numbers that are tried for each head, in units of the levels. A head has too few
+numbers for one deviation to fit all heads.
 """
 LEAST_SQUARES = 1e-36
 """A head whose squares have no larger sum is zero, so that the deviation's inverse is finite."""
