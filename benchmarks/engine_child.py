@@ -43,6 +43,11 @@ def tokens_of(update):
     return update.token_ids if hasattr(update, "token_ids") else update.new_token_ids
 
 
+def cached_tokens(output):
+    """The tokens of a prompt that Manta's cache held; 0 for a peer, which says so otherwise or not at all."""
+    return getattr(getattr(output, "usage", None), "num_cached_tokens", 0)
+
+
 class MantaEngine:
     def __init__(self, options):
         from manta import LLM, SamplingParams
@@ -166,6 +171,7 @@ def serve(engine, channel):
             seconds, outputs = engine.generate(message["prompts"], message["sampling"])
             num_tokens = sum(len(choice.token_ids) for out in outputs for choice in out.outputs)
             answer = {"seconds": seconds, "num_tokens": num_tokens, "steps": engine.steps.steps}
+            answer["num_cached"] = sum(cached_tokens(out) for out in outputs)
         elif message["do"] == "resident_kv_bytes":
             answer = {"bytes": engine.resident_kv_bytes()}
         else:
