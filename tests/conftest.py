@@ -11,6 +11,7 @@ import gc
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,22 @@ PROVE = os.environ.get("MANTA_PROVE") == "1"
 hypothesis.settings.register_profile("fast", derandomize=True, deadline=None, database=None, max_examples=40)
 hypothesis.settings.register_profile("prove", derandomize=True, deadline=None, database=None, max_examples=1000)
 hypothesis.settings.load_profile("prove" if PROVE else "fast")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_settings() -> Iterator[None]:
+    """Fails a file that leaves a setting of its process to the files behind it, which would compile all kernels again
+    in another cache, for example.
+    """
+    before = _settings()
+    yield
+    assert _settings() == before, "a test of this file has changed a setting of its process and left it so"
+
+
+def _settings() -> dict[str, str]:
+    """Returns the settings of this process that Manta reads."""
+    names = [name for name in os.environ if name.startswith("MANTA_") or name == "CXX"]
+    return {name: os.environ[name] for name in names} | {"temporary files": tempfile.gettempdir()}
 
 
 @pytest.fixture(scope="module")
