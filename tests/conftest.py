@@ -20,7 +20,7 @@ import pytest
 
 from tests.bare_names import refuse_everywhere
 from tests.costs import Costs
-from tests.pairs import axes_take_turns, few_cases, forms_take_turns
+from tests.pairs import axes_take_turns, few_cases, forms_take_turns, pool_forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     forms_take_turns(items)
     axes_take_turns(items)
+    pool_forms_take_turns(items)
     if INTERPRETED:
         few_cases(items)
         for item in items:

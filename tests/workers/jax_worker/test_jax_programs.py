@@ -105,6 +105,7 @@ def test_nothing_compiles_after_the_start(compilations: list[str], speculative: 
     assert len({size_for(count, sizes_up_to(64)) for count in steps if count}) == len(sizes_up_to(64))
 
 
+@pytest.mark.prove
 def test_a_second_equal_worker_compiles_nothing(compilations: list[str]) -> None:
     options = ModelOptions(
         model=str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16,
