@@ -23,6 +23,8 @@ from tests.costs import Costs
 from tests.pairs import axes_take_turns, few_cases, forms_take_turns, pool_forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
 
+pytest_plugins = ["tests.fork_servers"]
+
 if TYPE_CHECKING:
     from manta.structured.vocabulary import Vocabulary
     from tests.grammar_pools import MakePool, Pools

@@ -129,6 +129,7 @@ def test_the_cache_is_updated_in_place() -> None:
     assert [pages.unsafe_buffer_pointer() for pages in model.pages] == before
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if PROVE else ["bfloat16"])
 def test_a_steps_memory_does_not_grow_with_cache(dtype: str) -> None:
     sizes = []
