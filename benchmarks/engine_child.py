@@ -117,7 +117,7 @@ class LlamaCppEngine:
         params = xllamacpp.CommonParams()
         params.model.path = options["model"]
         params.n_parallel = options["max_num_sequences"]
-        params.n_ctx = max(512, options["max_num_sequences"] * 320)
+        params.n_ctx = options["max_num_sequences"] * options["max_model_len"]
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
         params.warmup = True
         self.server = xllamacpp.Server(params)
