@@ -17,6 +17,7 @@ from manta.cluster.config import ServedModel
 from manta.cluster.engine.ranks.claims import check_room, node_cpus
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.engine_bytes import engine_bytes
+from manta.cluster.serve.engine.engine_deployment import engine_variables
 from manta.cluster.serve.fleet.found import (
     FoundModel,
     application_name,
@@ -27,10 +28,11 @@ from manta.cluster.serve.fleet.found import (
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.fleet.loader import Loader, Told
-from manta.cluster.serve.fleet.model_application import model_application, placed_model
+from manta.cluster.serve.fleet.model_application import has_one_node, model_application, placed_model
 from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
 from manta.cluster.serve.scaling.cluster_state import is_removed
+from manta.cluster.serve.starting import warm_process
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import in_words, told_in_words
 from manta.structured.visible_logs import logger_of
@@ -180,12 +182,15 @@ class DeployedLoader(ReplicaProcess):
             models = ListedModels(entries, placed, GcsChanges(context.app_name))
             most = Amount(max_loaded, max_bytes)
             self._loader = Loader(context.app_name, models, most, min_loaded_s, self._deployed)
+            self._engines = [model.engine for model in placed if model.on_demand]
         self._running: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
         """Raises if the loader has ended. Serve calls it for the first time before the replica counts as ready."""
         if self._running is None:
             self._running = asyncio.create_task(self._loader.run())
+            if self._engines and await asyncio.to_thread(has_one_node):
+                warm_process.start_warm_process(engine_variables(self._engines[0]))
         elif self._running.done():
             raise RuntimeError("the loader of models ended")
 

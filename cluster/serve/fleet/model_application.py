@@ -5,6 +5,7 @@ others.
 from __future__ import annotations
 
 import msgspec
+import ray
 from ray import serve
 
 from manta.cluster.config import ServedModel
@@ -31,13 +32,22 @@ def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
     return msgspec.structs.replace(model, name=model.model_name, engine=placed)
 
 
+def has_one_node() -> bool:
+    """Returns whether all engines run on one node, so that this process's interpreter is theirs."""
+    return sum(node["Alive"] for node in ray.nodes()) == 1
+
+
 def model_application(placed: ServedModel, address: str, by_loader: bool = False) -> serve.Application:
     """Binds the application with the engines of a model that is placed already. `address` is the name of the
     application that answers its requests, and `by_loader` says whether its loader deploys it.
     """
     is_alone = placed.max_engines == 1
     deployment = engine_deployment(
-        placed.engine, placed.num_engine_replicas, autoscaling=placed.autoscaling, is_alone=is_alone
+        placed.engine,
+        placed.num_engine_replicas,
+        autoscaling=placed.autoscaling,
+        is_alone=is_alone,
+        is_forked=placed.on_demand and by_loader and has_one_node(),
     )
     told = announced(address, placed, by_loader)
     deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
