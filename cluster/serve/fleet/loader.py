@@ -30,7 +30,7 @@ from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
 
-STEP_S = 0.25
+STEP_S = 0.1
 """Default of the seconds between two looks at Serve while requests wait."""
 STEPS_AT_MOST = 5
 """Looks at Serve within `STEP_S`, however many requests come."""

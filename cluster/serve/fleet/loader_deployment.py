@@ -189,10 +189,14 @@ class DeployedLoader(ReplicaProcess):
         """Raises if the loader has ended. Serve calls it for the first time before the replica counts as ready."""
         if self._running is None:
             self._running = asyncio.create_task(self._loader.run())
-            if self._engines and await asyncio.to_thread(has_one_node):
-                warm_process.start_warm_process(engine_variables(self._engines[0]))
+            await asyncio.to_thread(self._warm_up)
         elif self._running.done():
             raise RuntimeError("the loader of models ended")
+
+    def _warm_up(self) -> None:
+        """Starts the process of which the engines of models on demand are forks, if they all run on this node."""
+        if self._engines and has_one_node():
+            warm_process.start_warm_process(engine_variables(self._engines[0]))
 
     async def load(self, name: str, client: str, timeout_s: float, holder: str) -> None:
         await self._loader.load(name, client, timeout_s, holder)

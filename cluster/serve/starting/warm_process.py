@@ -29,7 +29,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -92,7 +92,9 @@ def _spawn(key: str, environment: Mapping[str, str]) -> None:
     # numpy's threads would not outlive the fork.
     variables = {**environment, "OPENBLAS_NUM_THREADS": "1"}
     nowhere = subprocess.DEVNULL
-    subprocess.Popen(command, env=variables, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    subprocess.run(
+        command, env=variables, start_new_session=True, check=False, stdin=nowhere, stdout=nowhere, stderr=nowhere
+    )
 
 
 def _address(key: str) -> str:
@@ -175,13 +177,14 @@ class WarmProcess:
 
     def run(self) -> None:
         while True:
-            ready, _, _ = select.select([self._listening, self._raylet, *self._forks], [], [])
+            listening = self._listening.fileno()
+            ready, _, _ = select.select([listening, self._raylet, *self._forks], [], [])
             if self._raylet in ready:
                 return
             for descriptor in ready:
                 if descriptor in self._forks:
                     self._tell_end(descriptor)
-            if self._listening in ready:
+            if listening in ready:
                 connection, _ = self._listening.accept()
                 self._answer(connection)
 
@@ -259,15 +262,15 @@ def _end_with(connection: socket.socket) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def warm_up(key: str) -> None:
-    """Runs the warm process. Returns at once if there is one already."""
+def warm_up(key: str, imported: Sequence[str] = IMPORTED) -> None:
+    """Runs the warm process, which imports the modules first. Returns at once if there is one already."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listening.bind(_address(key))
     except OSError:
         return
     gc.disable()  # the modules stay
-    for name in IMPORTED:
+    for name in imported:
         __import__(name)
     gc.freeze()  # so that no collection in a fork writes to pages that it shares
     listening.listen()
@@ -277,7 +280,8 @@ def warm_up(key: str) -> None:
 
 def main(arguments: list[str]) -> None:
     if arguments[0] == WARM:
-        warm_up(arguments[1])
+        if os.fork() == 0:  # Ray ends the children of a worker with it, but not their orphans
+            warm_up(arguments[1])
     else:
         stand_in(arguments[0], arguments[1:])
 
