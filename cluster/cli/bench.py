@@ -22,6 +22,7 @@ SUITES = {
     "objects": "what closed objects and any order of properties bring and cost",
     "faults": "what others feel when a constraint goes wrong beside them",
     "start": "what the seconds of `manta serve` go to, from the command to the first answer",
+    "from-zero": "how long a request waits for a model that was unloaded",
     "prefixes": "the first token of a known prompt after its engine was killed",
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",
