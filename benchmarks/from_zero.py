@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -79,10 +78,6 @@ def _post(url: str, body: dict[str, Any]) -> None:
         answer.read()
 
 
-def _processes() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if each.uids().real == os.getuid()]
-
-
 def _words(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -92,12 +87,12 @@ def _words(process: psutil.Process) -> list[str]:
 
 def _engines() -> list[psutil.Process]:
     """Returns the processes of the model's engines."""
-    return [each for each in _processes() if any("model:engine" in word for word in _words(each))]
+    return [each for each in psutil.process_iter() if any("model:engine" in word for word in _words(each))]
 
 
 def _warm_bytes() -> int:
     """Returns the memory of the warm process: pages that k processes share count as 1/k."""
-    found = [each for each in _processes() if warm_process.WARM in _words(each)]
+    found = [each for each in psutil.process_iter() if warm_process.WARM in _words(each)]
     return sum(int(each.memory_full_info().pss) for each in found)
 
 
