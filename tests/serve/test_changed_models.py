@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,11 +15,11 @@ from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader
+from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader, Told
 from manta.cluster.serve.fleet.model_changes import GcsChanges, ModelChange, ModelChanges
 from manta.cluster.serve.starting import kept_versions
 from tests.async_tests import async_test
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.serve.test_adapter_directory import Store
 from tests.serve.test_loading_models import (
     ADDRESS,
@@ -26,6 +27,7 @@ from tests.serve.test_loading_models import (
     MOST_THREADS,
     NAMES,
     SIZE,
+    KeptChanges,
     World,
     found_as,
     kept,
@@ -365,3 +367,121 @@ async def test_a_loader_that_nobody_asks_tries_again(monkeypatch: pytest.MonkeyP
     world.refusal = None
     await until(lambda: world.deployed == ["k"])
     running.cancel()
+
+
+# ---- failures midway ------------------------------------------------------------------------------------------------
+
+
+class FailingWorld(World):
+    """Serve and its store, which fail as the test says."""
+
+    def __init__(self, *models: ServedModel) -> None:
+        self.num_looks = 0
+        self.num_failing_looks = 0
+        self.loses_answers = False
+        """Whether Serve takes what is deployed, and the caller is told of an error."""
+        super().__init__(1)
+        self.use(*models)
+
+    def use(self, *models: ServedModel) -> None:
+        """Has a new loader, of another list of models."""
+        listed, most = ListedModels(models, models, self.kept), Amount(1, None)
+        self.loader = Loader(ADDRESS, listed, most, MIN_LOADED_S, self, lambda: self.now, step_s=0.001)
+
+    async def look(self) -> Told:
+        self.num_looks += 1
+        if self.num_looks <= self.num_failing_looks:
+            raise ConnectionError("the controller is being restarted")
+        return await super().look()
+
+    async def deploy(self, model: ServedModel) -> None:
+        await super().deploy(model)
+        if self.loses_answers:
+            raise ConnectionError("the controller does not answer")
+
+
+class FailingChanges(KeptChanges):
+    """A store that takes a change and then breaks the connection, or breaks it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: Literal["before", "behind"] | None = None
+
+    def replace(self, changes: ModelChanges) -> bool:
+        if self.fails == "before":
+            raise ConnectionError("the store does not answer")
+        is_latest = super().replace(changes)
+        if self.fails == "behind":
+            raise ConnectionError("the store does not answer")
+        return is_latest
+
+
+@async_test
+async def test_a_model_that_is_added_while_serve_deletes_it_is_deployed() -> None:
+    """Nobody tells the loader when Serve is done, so it goes on looking."""
+    world = FailingWorld(kept("k"))
+    running = asyncio.ensure_future(world.loader.run())
+    await until(lambda: world.deployed == ["k"])
+    world.tell("k", "loaded")
+    await world.loader.remove("k")
+    await until(lambda: world.deleted == ["k"])
+    await world.loader.add(kept("k"))
+    num_looks = world.num_looks
+    await until(lambda: world.num_looks > num_looks + 3)
+    assert world.deployed == ["k"]
+    world.leaving.clear()
+    await until(lambda: world.deployed == ["k", "k"])
+    running.cancel()
+
+
+@async_test
+async def test_a_step_that_fails_is_made_again() -> None:
+    """Else a list that was changed while the controller restarts would count from the next request on only."""
+    world = FailingWorld(on_demand("a"))
+    await world.have("a")
+    world.use(on_demand("a", dtype="float32"))
+    world.num_failing_looks = world.num_looks + 2
+    running = asyncio.ensure_future(world.loader.run())
+    await until(lambda: world.deployed == ["a", "a"])
+    running.cancel()
+
+
+@pytest.mark.parametrize("fails", ["before", "behind"])
+@async_test
+async def test_a_store_that_fails_is_asked_what_it_has(fails: Literal["before", "behind"]) -> None:
+    """Ingresses read the store, so the loader may not go by what it meant to keep."""
+    world = FailingWorld()
+    world.kept = FailingChanges()
+    world.use(on_demand("a"))
+    await world.step()
+    running = asyncio.ensure_future(world.loader.run())
+    world.kept.fails = fails
+    for entry in (on_demand("new"), kept("k")):
+        with pytest.raises(ConnectionError):
+            await world.loader.add(entry)
+    world.kept.fails = None
+    is_kept = fails == "behind"
+    asked = asyncio.ensure_future(world.loader.load("new", "", PATIENCE_S))
+    if is_kept:
+        await until(lambda: sorted(world.deployed) == ["k", "new"])
+        asked.cancel()
+    else:
+        assert await refusal_of(asked) == ("unknown_model", None)
+    await world.loader.add(on_demand("last"))
+    assert [*world.kept.changes.of] == [*(("new", "k") if is_kept else ()), "last"]
+    running.cancel()
+
+
+@async_test
+async def test_options_that_serve_has_taken_are_replaced_if_the_change_is_refused() -> None:
+    world = FailingWorld(kept("k"))
+    await world.step()
+    world.tell("k", "loaded")
+    await world.step()
+    world.loses_answers = True
+    assert await refusal_to(world.loader.update("k", {"engine": {"dtype": "float32"}})) == ("unfit", "")
+    assert world.found["k"].model.engine.dtype == "float32"
+    world.loses_answers = False
+    await world.step()
+    assert world.found["k"].model == kept("k")
+    assert world.deployed == ["k"] * 3
