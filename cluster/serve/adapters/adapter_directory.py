@@ -90,7 +90,8 @@ async def tell_nobody() -> None:
 
 class AdapterDirectory:
     """The loaded adapters of the model that `engines` serve. `keep_s` is the longest time of a request. `tell_others`
-    makes all other processes that serve read the table, and raises `Unavailable` if one does not. Implements
+    makes all other processes that serve read the table, and raises `Unavailable` if one does not. `configured` are the
+    names of the adapters that the configuration has. Implements
     `manta.cluster.http.exchange.loaded_adapters.LoadedAdapters`.
     """
 
@@ -101,12 +102,14 @@ class AdapterDirectory:
         keep_s: float,
         tell_others: Callable[[], Awaitable[None]] = tell_nobody,
         settling_s: float = SETTLING_S,
+        configured: Collection[str] = (),
     ) -> None:
         self.tell: Callable[[Collection[str]], None] = lambda names: None
         self._engines = engines
         self._registry = registry
         self._keep_s = keep_s + KEEP_SLACK_S
         self._tell_others = tell_others
+        self._configured = configured
         self._table = AdapterTable()
         self._is_read = False
         self._following: asyncio.Task[None] | None = None
@@ -179,7 +182,13 @@ class AdapterDirectory:
         logger.info("the adapter %r is unloaded", name)
 
     async def apply(self, applied: AppliedAdapter | None) -> None:
-        await self._change(lambda table: table.applying(applied))
+        def put(table: AdapterTable) -> AdapterTable:
+            if applied is not None and applied.name not in (*self._configured, *table.loaded):
+                cause = f"the adapter {applied.name!r} was unloaded meanwhile"
+                refuse("unfit", cause=cause, remedy="read the list of adapters again")
+            return table.applying(applied)
+
+        await self._change(put)
         logger.info("requests that name the model have the adapter %r", applied)
 
     async def _read_everywhere(self, path: str) -> LoadedAdapter:
@@ -226,4 +235,5 @@ def open_directory(
     if not config.engine.adapter_roots:
         return None
     registry = adapter_registry.open_registry(engines.application, config.engine.model)
-    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others)
+    names = config.engine.adapters
+    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others, configured=names)
