@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -132,6 +132,10 @@ class Endpoints:
         """Removes one of several models. Lines under way go on."""
         self.state.models.remove(name)
         self._places.pop(name, None)
+
+    def let_leave(self, names: Collection[str]) -> None:
+        """Makes the models of these names, and no others, take no new lines. Lines under way go on."""
+        self.state.models.let_leave(names)
 
     def _num_places_of(self, name: str) -> int:
         """Returns the places of a model's lines; 1 for a model that is gone, whose last lines find that out."""

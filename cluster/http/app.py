@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
@@ -221,6 +221,11 @@ class HttpApp:
     def remove_model(self, name: str) -> None:
         """Removes one of several models. Requests under way go on."""
         self._state.models.remove(name)
+        self._bound_preparation()
+
+    def let_leave(self, names: Collection[str]) -> None:
+        """Makes the models of these names, and no others, take no new requests. What they have begun goes on."""
+        self._state.models.let_leave(names)
         self._bound_preparation()
 
     def _bound_preparation(self) -> None:

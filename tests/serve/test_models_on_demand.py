@@ -185,6 +185,7 @@ class Engines(RepeatingEngines):
         self.max_held: int | None = None
         """Bound that came with other options; None before that."""
         self.answering = []
+        self.application = handle.application
         self._handle = handle
         handle.tokenizers.append(weakref.ref(tokenizer))
 

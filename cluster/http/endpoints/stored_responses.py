@@ -271,9 +271,13 @@ def keep_ended(state: AppState, recording: Recording) -> None:
     """
     if state.responses is None or recording.opening.path != RESPONSES_PATH or not recording.is_ended:
         return
+    stays = contextlib.ExitStack()
+    if state.models.on_demand is not None:  # the model may be leaving, and its tokenizer writes the response
+        stays.enter_context(state.models.on_demand.using(recording.opening.model))
     task = asyncio.ensure_future(_keep(state, recording))
     state.storing.add(task)
     task.add_done_callback(state.storing.discard)
+    task.add_done_callback(lambda _: stays.close())
 
 
 async def _keep(state: AppState, recording: Recording) -> None:

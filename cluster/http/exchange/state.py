@@ -228,8 +228,8 @@ class AppState:
 
     @property
     def loader(self) -> OnDemand | None:
-        """Loads the model when requests need it; None if they do not load it."""
-        return self.models.on_demand if self.is_on_demand else None
+        """Loads the model when requests need it; None if they do not load it, or if it was removed and is leaving."""
+        return self.models.on_demand if self.is_on_demand and self.models.serves(self.model_name) else None
 
     @property
     def may_chat(self) -> bool:
@@ -371,16 +371,18 @@ class Models:
         self.on_demand: OnDemand | None = None
         """Loads models on demand and changes the list of models. `cluster/serve/` sets it for an address of several."""
         self._states: dict[str, AppState] = {}
+        self._leaving: frozenset[str] = frozenset()
+        """Models that take no new requests, and stay until those that they have end."""
         self._owners: dict[str, str] = {}
         """Name of the model of each name and alias."""
         self.news = asyncio.Event()
         """Set when a model comes, goes or fares otherwise. From then on there is another event."""
 
     def __iter__(self) -> Iterator[AppState]:
-        return iter(list(self._states.values()))
+        return iter([state for name, state in self._states.items() if name not in self._leaving])
 
     def __len__(self) -> int:
-        return len(self._states)
+        return sum(name not in self._leaving for name in self._states)
 
     are_several: ClassVar[bool] = True
     """Whether the address may have several models, even if it has one or none now."""
@@ -394,6 +396,20 @@ class Models:
         """Adds a model, or replaces the one of its name at its place."""
         self._states[state.model_name] = state
         self.note_names()
+
+    def let_leave(self, names: Collection[str]) -> None:
+        """Makes the models of these names, and no others, take no new requests. Work that began with one finds it by
+        `named`, until it is removed.
+        """
+        leaving = frozenset(names)
+        if leaving != self._leaving:
+            self._leaving = leaving
+            self.note_names()
+            self.tell_news()
+
+    def serves(self, name: str) -> bool:
+        """Returns whether a model, by its own name, takes new requests."""
+        return name in self._states and name not in self._leaving
 
     def tell_news(self) -> None:
         """Wakes up whoever follows the models."""
@@ -417,7 +433,7 @@ class Models:
         model's whose configuration has it, then the one's that has it as a whole name, and last the one's whose name
         stands before a colon.
         """
-        names = [(own, state.admission.names) for own, state in self._states.items()]
+        names = [(state.model_name, state.admission.names) for state in self]
         owners: dict[str, str] = {}
         for name, own in (
             *((name, own) for own, having in names for name in having.configured),
@@ -431,6 +447,10 @@ class Models:
         """Returns a model by its own name, for work that began with it. Refuses with 404 if it is gone."""
         state = self._states.get(name)
         return self._unknown(name, self.names) if state is None else state
+
+    def owner_of(self, name: str) -> AppState | None:
+        """Returns the model that has a name, or whose adapter has it; None if the name is free."""
+        return self._states.get(self._owners.get(name, ""))
 
     def metrics_of(self, name: str | None, of_server: Metrics) -> Metrics:
         """Returns the metrics of a model, or those of the server for a request without one."""
