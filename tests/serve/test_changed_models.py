@@ -5,6 +5,8 @@ demand. The world is that of `tests/serve/test_loading_models.py`.
 from __future__ import annotations
 
 import asyncio
+import pathlib
+import shutil
 from collections.abc import Awaitable
 from typing import Literal
 
@@ -19,6 +21,7 @@ from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader, Told
 from manta.cluster.serve.fleet.model_changes import GcsChanges, ModelChange, ModelChanges
 from manta.cluster.serve.starting import kept_versions
 from tests.async_tests import async_test
+from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, until
 from tests.serve.test_adapter_directory import Store
 from tests.serve.test_loading_models import (
@@ -209,6 +212,29 @@ async def test_a_change_that_cannot_be_is_refused_and_changes_nothing() -> None:
     await world.step()
     assert (len(world.deployed), world.kept.changes.of) == (num_deployed, {})
     await loader.add(kept("k"))  # it is there as it is to be, so a repeated request does no harm
+
+
+@async_test
+async def test_streams_get_no_engines_of_another_tokenizer(tmp_path: pathlib.Path) -> None:
+    """The ids that clients were sent so far would be other texts. A model without engines has no streams."""
+    folders = {name: str(checkpoint(name)) for name in ("llama", "qwen2")}
+    other = tmp_path / "other"
+    shutil.copytree(folders["llama"], other)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"a":', '"$$":'))
+    world = World(1)
+    world.loader = world.new_loader(
+        1, ServedModel(name="k", on_demand=True, engine=EngineConfig(model=folders["llama"]))
+    )
+    await world.have("k")
+    assert await refusal_to(world.loader.update("k", {"engine": {"model": str(other)}})) == ("unfit", "")
+    await world.loader.update("k", {"engine": {"model": folders["qwen2"]}})
+    assert world.deployed == ["k", "k"]
+    world.tell("k", "loaded")
+    await world.loader.begin_unload("k")
+    await world.step()
+    await world.loader.update("k", {"engine": {"model": str(other)}})
+    assert (world.deployed, world.deleted) == (["k", "k"], ["k"])
 
 
 @async_test

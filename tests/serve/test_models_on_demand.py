@@ -120,7 +120,7 @@ class World:
 
     # ---- Serve, as the loader sees it --------------------------------------------------------------------------------
 
-    async def place(self, entry: ServedModel) -> ServedModel:
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         return entry
 
     async def num_bytes(self, model: ServedModel) -> int:

@@ -75,9 +75,9 @@ class Deployments(Protocol):
         """Asks Serve."""
         ...
 
-    async def place(self, entry: ServedModel) -> ServedModel:
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         """Returns an entry as it is deployed, with threads, device and absolute paths. Raises `ValueError` if no node
-        has room for it.
+        has room for it, or if its engines cannot go on with the streams of the model as it is there `before`.
         """
         ...
 
@@ -255,8 +255,9 @@ class Loader:
     async def _put(self, name: str, entry: ServedModel) -> None:
         """Makes an entry of the list what an operator wants, and deploys the model if its engines are to run now."""
         self._check_names(entry)
+        found = self._found.get(name)
         try:
-            placed = await self._deployments.place(entry)
+            placed = await self._deployments.place(entry, None if found is None else found.model)
             if entry.on_demand:
                 await self._measure(placed)
         except (ValueError, OSError) as error:
@@ -264,7 +265,6 @@ class Loader:
         before = await self._list.change(name, entry, placed, self._found)
         self._end_for_operator(name)
         self._refused.pop(name, None)
-        found = self._found.get(name)
         is_wanted = not entry.on_demand if found is None else found.model != self._models[name]
         if is_wanted and not self._is_leaving(name):
             try:
