@@ -14,8 +14,10 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
+from manta.cluster.errors import ServingError
 from manta.cluster.http.access.request_admission import Caller
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.endpoints.loading import model_events
@@ -23,11 +25,13 @@ from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
 from manta.cluster.operated_models import FROM_FILES_ONLY, PATHS
+from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.http.test_routes import RepeatingEngines
+from tests.local_server import Handle
 from tests.patience import until
 from tests.serve.test_fleet import details
 from tests.serve.test_models_on_demand import CLIENT, KEYS, OPERATOR, TURNS, fleet_of, on_demand, ready, world_of
@@ -154,6 +158,30 @@ async def test_operators_change_the_list_of_models_while_it_is_served() -> None:
         await until(lambda: "manta.kept" not in world.applications)
         assert await stream == "manta.a manta.a "
         assert [*await ingress.states()] == ["a", "later", "l"]
+
+
+class Unread:
+    """The models of a process that cannot read which ones there are."""
+
+    def is_served(self, name: str) -> bool:
+        return False
+
+    def is_running(self, name: str) -> bool:
+        return False
+
+    async def look(self) -> None:
+        raise ConnectionError("the store does not answer")
+
+
+@async_test
+async def test_an_operator_is_told_that_a_change_is_made_although_it_cannot_be_read_yet() -> None:
+    async with world_of(on_demand("a")) as world:
+        holds = Holds(Unread(), Handle(world), "ingress")
+        with pytest.raises(ServingError) as refused:
+            await holds.update("a", {"aliases": ["b"]})
+        assert refused.value.refusal.kind == "unavailable"
+        assert "the change is made" in refused.value.refusal.cause
+        assert [*world.kept.changes.of] == ["a"]
 
 
 @async_test
