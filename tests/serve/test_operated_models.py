@@ -23,7 +23,7 @@ from manta.cluster.http.app import HttpApp
 from manta.cluster.http.endpoints.loading import model_events
 from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.state import AppState, Models
+from manta.cluster.http.exchange.state import AppState, Models, ServerState
 from manta.cluster.operated_models import FROM_FILES_ONLY, PATHS
 from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve_limits import KeyLimits
@@ -103,7 +103,8 @@ async def test_changes_of_models_are_events() -> None:
 
 @async_test
 async def test_a_silent_stream_of_events_says_that_it_lives() -> None:
-    state = AppState(ServeConfig(), None, RepeatingEngines(), Metrics("demo"), bytes(32))
+    config = ServeConfig()
+    state = AppState(config, None, RepeatingEngines(), Metrics("demo"), ServerState(config, bytes(32)))
     events = model_events(state, Caller(""), keep_alive_s=0.001)
     assert [(await anext(events))[:6] for _ in range(3)] == [b"data: ", b":\n\n", b":\n\n"]
 

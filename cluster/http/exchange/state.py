@@ -1,15 +1,14 @@
 """All endpoints share the form of a route, and the state with configuration, tokenizer, engines and metrics.
 
 An address of one model has one `AppState`. An address of several has one for each model, and one for routes that name
-no model; `cluster/serve/fleet/` adds them. `cluster/http/routes.py` holds the routes. `cluster/http/app.py` makes the
-state, and finds the route of a request.
+no model; `cluster/serve/fleet/` adds them, and they share one `ServerState`. `cluster/http/routes.py` holds the routes.
+`cluster/http/app.py` makes the state, and finds the route of a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import re
 import time
@@ -133,29 +132,23 @@ async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
     return [], []
 
 
-class AppState:
-    """Holds one application's shared state. `document` is the OpenAPI document of all routes; `prefix_secret` keys the
-    roots of the prefix cache.
+class ServerState:
+    """What the models of an address share in one process. `models` is the table of several; None is for an only model.
+    `document` is the OpenAPI document of all routes; `prefix_secret` keys the roots of the prefix cache.
     """
 
     def __init__(
         self,
         config: ServeConfig,
-        tokenizer: Tokenizer | None,
-        engines: Engines,
-        metrics: Metrics,
         prefix_secret: bytes,
+        models: Models | None = None,
         other_metrics: OtherMetrics = no_other_metrics,
         cluster: ClusterState = no_cluster,
         document: dict[str, Any] | None = None,
     ) -> None:
-        self.admission = Admission(config)
-        self.created = int(time.time())
-        """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
         self.started = time.monotonic()
         """Start of this replica on `time.monotonic`'s clock."""
-        self._serve(config, tokenizer, engines, metrics)
-        self.models: Models = OnlyModel(self)
+        self.models = OnlyModel() if models is None else models
         """The models of the address."""
         self.other_metrics = LastAnswer[list[list[Metric]]](other_metrics, [])
         """The metrics of the other replicas of the endpoint."""
@@ -179,10 +172,30 @@ class AppState:
         """Tasks that store responses whose streams have ended."""
         self.parsing = asyncio.Lock()
         """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
-        self._apart = Apart("apart")
-        self._rendering = Apart("rendering")
+        self.apart = Apart("apart")
+        """Runs what costs time with the size of a body."""
+        self.rendering = Apart("rendering")
+        """Renders conversations."""
 
-    def _serve(self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics) -> None:
+
+class AppState:
+    """What answers the requests of one model of an address, or those that name none of several models. `admission` has
+    the checks of the address; None makes them.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer | None,
+        engines: Engines,
+        metrics: Metrics,
+        server: ServerState,
+        admission: Admission | None = None,
+    ) -> None:
+        self.server = server
+        self.admission = Admission(config) if admission is None else admission
+        self.created = int(time.time())
+        """Time in seconds since 1970 at which this replica has started, or the model was added."""
         self.config = config
         self.model_name = config.model_name
         """Name of the model in the API."""
@@ -198,16 +211,19 @@ class AppState:
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
+        if not server.models.are_several:
+            server.models.put(self)
 
     def of_model(
         self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
     ) -> AppState:
-        """Returns the state of one of several models. It shares with this state all that belongs to the server."""
-        state = copy.copy(self)
-        state.created = int(time.time())
-        state.admission = self.admission.of_model(config)
-        state._serve(config, tokenizer, engines, metrics)
-        return state
+        """Returns the state of one of several models of this server."""
+        return AppState(config, tokenizer, engines, metrics, self.server, self.admission.of_model(config))
+
+    @property
+    def models(self) -> Models:
+        """The models of the address."""
+        return self.server.models
 
     @property
     def condition(self) -> Condition | None:
@@ -299,7 +315,7 @@ class AppState:
         """
         if exchange.is_small:
             return function(*arguments)
-        return await self._apart.run(exchange.caller.sharer, function, *arguments)
+        return await self.server.apart.run(exchange.caller.sharer, function, *arguments)
 
     async def rendered(
         self, exchange: GenerationExchange, function: Callable[..., Result], *arguments: object
@@ -307,7 +323,7 @@ class AppState:
         """Returns the result of a call that renders a conversation, from a thread, in turns with those of other
         clients. A template may take seconds, however short the conversation is.
         """
-        return await self._rendering.run(exchange.caller.sharer, function, *arguments)
+        return await self.server.rendering.run(exchange.caller.sharer, function, *arguments)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""
@@ -478,10 +494,10 @@ class OnlyModel(Models):
 
     are_several = False
 
-    def __init__(self, state: AppState) -> None:
-        super().__init__()
-        self.put(state)
-        self._only = state
+    @property
+    def _only(self) -> AppState:
+        (only,) = self._states.values()
+        return only
 
     def named(self, name: str) -> AppState:
         return self._only
