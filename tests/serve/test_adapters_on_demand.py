@@ -48,6 +48,8 @@ async def test_the_adapter_of_an_unloaded_model_keeps_its_name(registry: MemoryR
     async with world_of(*MODELS) as world:
         ingress = await ready(world)
         assert await names(ingress) == [("a", None), ("b", None), ("x", "b")]
+        listed = (await ingress.ask("GET", "/lora-adapters?model=b")).json()
+        assert listed == [{"id": 0, "name": "x", "path": "/adapters/x", "scale": 0.0}]
         assert not world.deployed
 
 

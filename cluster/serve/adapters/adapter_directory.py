@@ -58,6 +58,16 @@ class AdapterEngines(Protocol):
         ...
 
 
+class NoEngines:
+    """Stands for the engines of a model that is not loaded. Implements `AdapterEngines`."""
+
+    def __init__(self, application: str) -> None:
+        self.application = application
+
+    async def read_adapter(self, path: str) -> list[Any]:
+        return []
+
+
 async def ask_every(broadcast: Callable[[], Any], patience_s: float = TELLING_S) -> None:
     """Calls `broadcast`, which calls a method of every replica of a deployment, until each one has answered or died.
     Raises `Unavailable` if one does not answer within `patience_s`.

@@ -19,8 +19,7 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
-from manta.cluster.serve.adapters import adapter_registry
-from manta.cluster.serve.adapters.adapter_directory import open_directory, tell_nobody
+from manta.cluster.serve.adapters.adapter_directory import NoEngines, open_directory, tell_nobody
 from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.fleet.found import FoundModel, application_name, found_models, with_unloaded
 from manta.cluster.serve.fleet.model_changes import ModelChanges, no_changes
@@ -262,8 +261,8 @@ class Fleet:
         engines: Engines = AllEngines(Models()) if client is None else client
         state = self._table.add_model(config, tokenizer, engines, metrics)
         state.is_on_demand = found.model.on_demand
-        if before is not None and config.engine.adapter_roots:  # until the table of adapters is read
-            state.serve_adapters(before.state.admission.names.adapters)
+        if before is not None and _adapters_of(before.state.config.engine) == _adapters_of(config.engine):
+            state.use_adapters(before.state.loaded_adapters)  # until the table is read for these engines
         member = self._members[name] = _Member(found, state, client, prepared.fault, prepared.handle)
         self._tell(member, found)
         if found.application:
@@ -297,18 +296,18 @@ class Fleet:
         self._tell(member, found)
 
     async def _use_adapters(self, member: _Member) -> None:
-        """Serves the adapters that operators load for a model. The names of a model that is not loaded stay its own."""
+        """Serves the adapters that operators load for a model. Their names stay its own while it is not loaded."""
         state, client = member.state, member.client
-        if client is None and state.config.engine.adapter_roots:
-            name = application_name(self._address, state.model_name)
-            registry = adapter_registry.open_registry(name, state.config.engine.model)
-            state.serve_adapters((await asyncio.to_thread(registry.read)).loaded)
+        engines = NoEngines(application_name(self._address, state.model_name)) if client is None else client
+        directory = open_directory(state.config, engines, self._tell_others)
+        if directory is not None:
+            await directory.follow()
         if client is not None:
-            client.loaded_adapters = open_directory(state.config, client, self._tell_others)
-            state.use_adapters(client.loaded_adapters)
-            if client.loaded_adapters is not None:
-                await client.loaded_adapters.follow()
+            client.loaded_adapters = directory
+        state.use_adapters(directory)
         member.has_adapters = True
+        if directory is not None:
+            await directory.follow()  # others may have told this process of a change meanwhile
 
     async def refresh_adapters(self) -> None:
         """Learns which adapters are loaded."""
