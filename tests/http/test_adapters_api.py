@@ -70,8 +70,9 @@ async def test_every_adapter_is_a_model_beside_its_base() -> None:
         assert (await ask(server, "other:third"))["model"] == "third", "none of several is left out"
         decided = {model: await decide(server, model) for model in (server.model, "first", "other:first")}
         assert [each["model"] for each in decided.values()] == [server.model, "first", "first"]
-        (alone, first, again) = (each["answers"][0]["probability"] for each in decided.values())
-        assert first == pytest.approx(again, abs=1e-6) != pytest.approx(alone, abs=1e-6)
+        alone, first, again = (each["answers"][0]["probability"] for each in decided.values())
+        assert again == pytest.approx(first, abs=1e-6)
+        assert alone != pytest.approx(first, abs=1e-6)
         _, listed = await server.get("/v1/models")
         cards = {card["id"]: card for card in json.loads(listed)["data"]}
         assert list(cards) == [server.model, "other", *NAMES]

@@ -476,16 +476,16 @@ async def test_a_step_that_fails_is_made_again() -> None:
 @async_test
 async def test_a_store_that_fails_is_asked_what_it_has(fails: Literal["before", "behind"]) -> None:
     """Ingresses read the store, so the loader may not go by what it meant to keep."""
-    world = FailingWorld()
-    world.kept = FailingChanges()
+    world, store = FailingWorld(), FailingChanges()
+    world.kept = store
     world.use(on_demand("a"))
     await world.step()
     running = asyncio.ensure_future(world.loader.run())
-    world.kept.fails = fails
+    store.fails = fails
     for entry in (on_demand("new"), kept("k")):
         with pytest.raises(ConnectionError):
             await world.loader.add(entry)
-    world.kept.fails = None
+    store.fails = None
     is_kept = fails == "behind"
     asked = asyncio.ensure_future(world.loader.load("new", "", PATIENCE_S))
     if is_kept:
@@ -494,7 +494,7 @@ async def test_a_store_that_fails_is_asked_what_it_has(fails: Literal["before", 
     else:
         assert await refusal_of(asked) == ("unknown_model", None)
     await world.loader.add(on_demand("last"))
-    assert [*world.kept.changes.of] == [*(("new", "k") if is_kept else ()), "last"]
+    assert [*store.changes.of] == [*(("new", "k") if is_kept else ()), "last"]
     running.cancel()
 
 
