@@ -82,8 +82,10 @@ async def test_adapters_keep_their_names_while_their_model_loads_and_changes(reg
 
     async with world_of(*MODELS) as world:
         ingress = await ready(world)
-        registry.read = slowly  # type: ignore[method-assign]
+        world.may_load.clear()
         await ingress.ask("POST", "/models/load", model="b")
+        registry.read = slowly  # type: ignore[method-assign]
+        world.may_load.set()
         await until(lambda: world.applications.get("manta.b", {}).get("status") == "RUNNING")
         looking = asyncio.ensure_future(ingress.fleet.look())
         await until(lambda: ingress.stage_of("b") == "loaded")

@@ -237,13 +237,16 @@ class AdapterDirectory:
 
 
 def open_directory(
-    config: ServeConfig, engines: AdapterEngines, tell_others: Callable[[], Awaitable[None]] = tell_nobody
+    config: ServeConfig,
+    engines: AdapterEngines,
+    tell_others: Callable[[], Awaitable[None]] = tell_nobody,
+    settling_s: float = SETTLING_S,
 ) -> AdapterDirectory | None:
     """Returns the loaded adapters of the model that the engines serve; None if the configuration lets nobody load
-    any.
+    any. For `settling_s` others may not tell this process of changes.
     """
     if not config.engine.adapter_roots:
         return None
     registry = adapter_registry.open_registry(engines.application, config.engine.model)
     names = config.engine.adapters
-    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others, configured=names)
+    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others, settling_s, names)

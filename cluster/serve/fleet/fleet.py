@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
-from manta.cluster.serve.adapters.adapter_directory import NoEngines, open_directory, tell_nobody
+from manta.cluster.serve.adapters.adapter_directory import SETTLING_S, NoEngines, open_directory, tell_nobody
 from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.fleet.found import FoundModel, application_name, found_models, with_unloaded
 from manta.cluster.serve.fleet.model_changes import ModelChanges, no_changes
@@ -141,6 +142,7 @@ class Fleet:
         self._changes = changes
         self._handle_of = handle_of
         self._tell_others = tell_others
+        self._settled = time.monotonic() + SETTLING_S
         self._members: dict[str, _Member] = {}
         self._retiring: dict[EngineClient, str] = {}
         """Clients of engines that requests still use, and the names of their models, which have left the table."""
@@ -299,7 +301,7 @@ class Fleet:
         """Serves the adapters that operators load for a model. Their names stay its own while it is not loaded."""
         state, client = member.state, member.client
         engines = NoEngines(application_name(self._address, state.model_name)) if client is None else client
-        directory = open_directory(state.config, engines, self._tell_others)
+        directory = open_directory(state.config, engines, self._tell_others, self._settled - time.monotonic())
         if directory is not None:
             await directory.follow()
         if client is not None:
