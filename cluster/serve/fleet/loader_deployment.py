@@ -28,7 +28,12 @@ from manta.cluster.serve.fleet.found import (
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.fleet.loader import Loader, Told
-from manta.cluster.serve.fleet.model_application import has_one_node, model_application, placed_model
+from manta.cluster.serve.fleet.model_application import (
+    check_continues,
+    has_one_node,
+    model_application,
+    placed_model,
+)
 from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
 from manta.cluster.serve.scaling.cluster_state import is_removed
@@ -70,8 +75,8 @@ class DeployedModels:
         self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
         return Told(models_among(applications, self._address), leaving_among(applications, self._address))
 
-    async def place(self, entry: ServedModel) -> ServedModel:
-        return await asyncio.to_thread(_placed, entry)
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
+        return await asyncio.to_thread(_placed, entry, before)
 
     async def num_bytes(self, model: ServedModel) -> int:
         key = msgspec.json.encode(model)
@@ -133,9 +138,11 @@ class DeployedModels:
         await asyncio.to_thread(GcsChanges(self._address).clear)
 
 
-def _placed(entry: ServedModel) -> ServedModel:
+def _placed(entry: ServedModel, before: ServedModel | None) -> ServedModel:
     nodes = node_cpus()
     placed = placed_model(entry, nodes)
+    if before is not None:
+        check_continues(before.engine, placed.engine)
     check_room(placed.engine, entry.num_initial_engines, nodes)
     return placed
 
