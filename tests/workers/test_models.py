@@ -330,6 +330,7 @@ REFUSED = [
     ("XLMConfig", {}, "attend to later ones unless causal is true"),
     ("XLMConfig", {"causal": True, "asm": True}, "adaptive softmax"),
     ("MvpConfig", {"is_encoder_decoder": False, "use_prompt": True}, "learned keys and values"),
+    ("TrOCRConfig", {"use_learned_position_embeddings": False}, "positions that padding shifts"),
     ("DoryConfig", {"recurrent_kv_cache_mode": "last_loop"}, "how a prompt is cut into steps"),
     ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),
     ("FalconConfig", {"rope_parameters": DYNAMIC_ROPE}, "rope type 'dynamic'"),

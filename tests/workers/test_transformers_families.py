@@ -46,12 +46,12 @@ def greedy(folder: pathlib.Path, prompt: list[int]) -> list[int]:
 REPLACED = (
     "diffllama roformer gpt_neox_japanese megatron-bert doge openai-gpt rembert bart mbart pegasus marian blenderbot "
     "blenderbot-small plbart mvp bigbird_pegasus whisper trocr big_bird git hrm_text dory moshi mllama_text_model"
-).split()
+)
 """Families whose attention or positions are replaced, or which attend more or less often than once in each layer."""
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", REPLACED.split())
 def test_sequences_side_by_side_get_the_tokens_that_transformers_generates_for_each(
     name: str, tmp_path: pathlib.Path
 ) -> None:

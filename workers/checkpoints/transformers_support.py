@@ -200,6 +200,8 @@ def _unsupported_option(config: Any) -> str | None:
         return "asm, an adaptive softmax, is not implemented"
     if config.model_type == "mvp" and config.use_prompt:
         return "use_prompt, learned keys and values before those of the prompt, is not implemented"
+    if config.model_type == "trocr" and not config.use_learned_position_embeddings:
+        return "positions that padding shifts (use_learned_position_embeddings: false) are not implemented"
     if config.model_type == "dory" and config.n_recurrent_loops > 1 and config.recurrent_kv_cache_mode == "last_loop":
         return "with recurrent_kv_cache_mode 'last_loop' its tokens depend on how a prompt is cut into steps"
     return None

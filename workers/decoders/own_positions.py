@@ -1,5 +1,5 @@
-"""Families that count positions themselves, from the first token of a call: their modules are given the positions of
-the tokens in Manta's flat batches instead. The same for XLM's language. `TransformersModel` calls it after loading.
+"""Families that count positions themselves, from the first token of a call: their tables are given the positions of the
+tokens in Manta's flat batches instead. XLM is given the language too. Called by `TransformersModel`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_LOOK_UPS = {
+_TABLES = {
     f"{family}PositionalEmbedding"
     for family in (
         "BartLearned",
@@ -26,34 +26,21 @@ _LOOK_UPS = {
         "TrOCRLearned",
     )
 }
-"""Classes of tables of positions that look up the `position_ids` that they are given, and else count them."""
-_COUNTING = "TrOCRSinusoidalPositionalEmbedding"
-"""A class that always counts, from the position after that of padding."""
+"""Classes of tables of positions, which look up the `position_ids` that they are given, and count them otherwise."""
 
 
 def give_positions(model: Any, positions: Callable[[], torch.Tensor]) -> None:
     """Makes the tables of positions in `model` look up what `positions` returns, int64 [num_tokens], in each call."""
     for module in model.modules():
-        name = type(module).__name__
-        if name in _LOOK_UPS:
+        if type(module).__name__ in _TABLES:
             module.forward = _looking_up(module, positions)
-        elif name == _COUNTING:
-            module.forward = _after_padding(module, positions)
 
 
-def _looking_up(module: nn.Module, positions: Callable[[], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    forward = module.forward
+def _looking_up(table: nn.Module, positions: Callable[[], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    forward = table.forward
 
     def run(shape: Any, *_: Any, **__: Any) -> torch.Tensor:
         return forward(shape, position_ids=positions())
-
-    return run
-
-
-def _after_padding(module: Any, positions: Callable[[], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def run(*_: Any, **__: Any) -> torch.Tensor:
-        places = positions() + module.padding_idx + 1
-        return module.weights.to(places.device).index_select(0, places).unsqueeze(0)
 
     return run
 

@@ -159,8 +159,7 @@ class TransformersModel:
                 trust_remote_code=False,
                 use_safetensors=True,  # a pickle runs what its author likes
                 dtype=dtype,
-                # Falcon's own choice is not "eager", which adds its ALiBi twice.
-                attn_implementation=None if text.model_type in OWN_ATTENTION else _ATTENTION_NAME,
+                attn_implementation=_implementation(text),
                 output_loading_info=True,
             )
         except (
@@ -399,6 +398,15 @@ def _keep_first_layers(config: Any, num_layers: int) -> None:
             if isinstance(value, list) and len(value) == total:
                 setattr(config, name, value[:num_layers])
         setattr(config, layers_key(config), num_layers)
+
+
+def _implementation(config: Any) -> str | None:
+    """Returns the attention that a model is loaded with. That of transformers which computes by products and masks is
+    compared with Manta's. Falcon's adds its ALiBi twice, and None lets transformers choose another one.
+    """
+    if config.model_type not in OWN_ATTENTION:
+        return _ATTENTION_NAME
+    return None if config.model_type == "falcon" else "eager"
 
 
 def _layer(name: str) -> int | None:
