@@ -81,7 +81,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Dtype of cached keys and values. `auto` takes that of the activations. `int8` rounds each token's key and value
     of each head by its largest number, so that the same memory holds nearly twice as many tokens as in bfloat16.
     `int4` rotates them and rounds them to 16 levels, for nearly twice as many tokens again. Both are for CPUs, and not
-    for models with ALiBi.
+    for models with ALiBi or Doge's biases.
     """
     kv_cache_bytes: Bytes | None = None
     """Memory of the KV cache, for each rank. It fills up with blocks that later prompts may reuse. None leaves the size

@@ -83,7 +83,26 @@ ALWAYS = {
 """Values of keys whatever the class has."""
 _BERT = {"is_decoder": True}
 """Without it these attend to later tokens, as encoders."""
+_ALONE = {"is_encoder_decoder": False, "encoder_layers": 2, "encoder_attention_heads": 2}
+"""A decoder without its encoder, whose shape differs."""
 OWN: dict[str, dict[str, Any]] = {
+    "bart": _ALONE,
+    "bigbird_pegasus": _ALONE,
+    "blenderbot": _ALONE,
+    "blenderbot-small": _ALONE,
+    "marian": _ALONE,
+    "mbart": _ALONE,
+    "mvp": _ALONE,
+    "pegasus": _ALONE,
+    "plbart": _ALONE,
+    "whisper": _ALONE,
+    "prophetnet": {"is_encoder_decoder": False},
+    "doge": {"keep_window_size": 512},
+    "dory": {"num_hidden_layers": 6, "n_input_layers": 1, "n_output_layers": 2, "n_recurrent_layers": 3},
+    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 1},
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "moshi": {"sliding_window": 512},
+    "xlm": {"causal": True},
     "bert": _BERT,
     "bert-generation": _BERT,
     "camembert": _BERT,

@@ -22,7 +22,7 @@ from manta.workers.models.harmless_keys import HARMLESS_KEYS, HARMLESS_QUANTIZAT
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig, RawValue
-from manta.workers.models.wrappers import TEXT_PATHS, text_decoder
+from manta.workers.models.wrappers import TEXT_PATHS, bare_decoder, text_decoder
 from manta.workers.sampling_params import BOUNDS
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
@@ -125,6 +125,9 @@ def _read_decoder(
         family, text = wrapped
         config = FAMILIES[family].read_config(text)
         return msgspec.structs.replace(config, architecture=family, wrapper=architecture), text
+    if (decoder := bare_decoder(raw)) is not None:
+        family, completed = decoder
+        return (FAMILIES[family].read_config(completed),)
     if architecture in FAMILIES and raw.values.get("model_type") not in OTHER_MODEL_TYPES:
         return (FAMILIES[architecture].read_config(raw),)
     return _transformers_config(folder, architecture, raw)

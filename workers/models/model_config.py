@@ -292,8 +292,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
-    has_alibi: bool = False
-    """Whether cached keys hold the bias of their position too (ALiBi; `workers/decoders/alibi.py`)."""
+    has_key_bias: bool = False
+    """Whether cached keys hold a bias too, such as that of their position (ALiBi; `workers/decoders/key_bias.py`)."""
     quantization: Quantization | None = None
     """Storage formats of the linears' weights; None if all are floating-point numbers."""
     sampling_defaults: tuple[tuple[str, float], ...] = ()

@@ -40,6 +40,9 @@ TEXT_FAMILIES = {
     "cohere2": TextFamily("Cohere2ForCausalLM", Sizes(256000, 8192, 22528, 40, 64, None, 8192)),
     "deepseek_v2": TextFamily("DeepseekV2ForCausalLM", Sizes(102400, 4096, 11008, 32, 32, None, 2048)),
     "deepseek_v3": TextFamily("DeepseekV3ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 4096)),
+    "emu3_text_model": TextFamily(
+        "LlamaForCausalLM", Sizes(184622, 4096, 14336, 32, 32, 8, 9216), {"rms_norm_eps": 1e-05, "rope_theta": 1e6}
+    ),
     "falcon_h1": TextFamily("FalconH1ForCausalLM", Sizes(128000, 4096, 14336, 32, 32, 8, 8192)),
     "falcon_mamba": TextFamily("FalconMambaForCausalLM", Sizes(50280, 768, None, 32, None, None, None)),
     "gemma2": TextFamily("Gemma2ForCausalLM", Sizes(256000, 2304, 9216, 26, 8, 4, 8192)),
