@@ -43,6 +43,8 @@ pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
 NUM_TOKENS = 24
+AROUND_EXPERTS = r".*(self_attn\.[qkvo]_proj|shared_expert\.(gate|up|down)_proj)"
+"""The linears of attention and of a shared expert."""
 NUM_STATES = 256
 """Recurrent states for which the caches have room, if the model has any."""
 Ask = Callable[[LLM], Any]
@@ -204,6 +206,21 @@ def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixtral", {}),
+        pytest.param("qwen3_5_moe", {"overlap": "on"}, marks=pytest.mark.prove),
+        pytest.param("deepseek_v3", drafting("mtp"), marks=pytest.mark.prove),
+        pytest.param("gpt_oss", drafting("ngram"), marks=pytest.mark.prove),
+    ],
+)
+def test_four_ranks_divide_experts(four: RankProcesses, kind: str, options: dict[str, Any]) -> None:
+    """`test_expert_parallel.py` compares the logits of each family."""
+    folder = str(folder_with_head(kind) if "mtp" in str(options) else folder_of(kind))
+    assert_same(four, ALL_GREEDY, folder, expert_parallel=True, **options)
+
+
 def test_four_ranks_share_key_heads_under_one_norm(four: RankProcesses) -> None:
     """Its squares are counted once, although two ranks hold the same key head."""
     assert_same(four, ALL_GREEDY, str(folder_of("olmo2")))
@@ -225,10 +242,19 @@ def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str)
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on", **options)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.prove)])
-def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: str) -> None:
-    adapters = adapters_of(checkpoint(family))
-    adapters.add("ranks", 3, r=6)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        pytest.param("phi3", {}, marks=pytest.mark.prove),
+        pytest.param("qwen3_next", {"expert_parallel": True}, marks=pytest.mark.prove),
+    ],
+)
+def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: str, options: dict[str, Any]) -> None:
+    """Ranks that divide experts split the linears around them, and the shared expert, as others do."""
+    folder = folder_of(family) if options else checkpoint(family)
+    adapters = adapters_of(folder)
+    adapters.add("ranks", 3, r=6, target_modules=AROUND_EXPERTS if options else "all-linear")
 
     def ask(llm: LLM) -> Any:
         names = ["ranks", "", "ranks"]
@@ -237,7 +263,7 @@ def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: 
             for answer in llm.generate(prompts()[:3], greedy(), use_tqdm=False, adapter=names)
         ]
 
-    assert_same(two, ask, str(checkpoint(family)), adapters={"ranks": adapters.folders["ranks"]})
+    assert_same(two, ask, str(folder), adapters={"ranks": adapters.folders["ranks"]}, **options)
 
 
 def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:
@@ -331,6 +357,16 @@ def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
     expected = bits(folder, weights="int8")
     with in_forms(two, COMPILED[::-1]), over_ranks(two):
         assert bits(folder, weights="int8") == expected
+
+
+@needs_kernels
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["jamba", "kimi_linear", "gpt_oss"])
+def test_exact_ranks_divide_experts(two: RankProcesses, kind: str) -> None:
+    folder = str(folder_of(kind))
+    expected = bits(folder, weights="int8")
+    with in_forms(two, COMPILED[::-1]), over_ranks(two):
+        assert bits(folder, weights="int8", expert_parallel=True) == expected
 
 
 @needs_kernels
