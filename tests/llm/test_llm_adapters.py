@@ -212,11 +212,9 @@ def test_devices_without_adapters_refuse_them_before_anything_is_read(device: st
             check_options(read_options({"model": "nowhere", **options}, EngineConfig), device, model)
 
 
-def test_adapters_of_a_device_a_model_or_a_mode_that_has_none_are_refused(tmp_path: pathlib.Path) -> None:
+def test_adapters_of_a_model_or_a_memory_that_has_none_are_refused(tmp_path: pathlib.Path) -> None:
     named = {"adapters": {"a": str(tmp_path)}, "num_threads": 1}
     with pytest.raises(ModelError):
         LLM(str(checkpoint("opt")), **named)
-    with pytest.raises(ModelError):
-        LLM(str(checkpoint("llama")), exact=True, weights="int8", **named)
     with pytest.raises(ModelError):
         LLM(str(checkpoint("llama")), max_adapter_bytes=1000, num_threads=1, adapters=of_llama()[1].folders)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -322,11 +322,12 @@ EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True,
 """A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""
 
 
-def bits(folder: str, **options: Any) -> Any:
-    """Every token and log-probability of an exact engine, to the last bit."""
+def bits(folder: str, names: Sequence[str] | None = None, **options: Any) -> Any:
+    """Every token and log-probability of an exact engine, to the last bit. `names` are the requests' adapters."""
     defaults = {"dtype": "bfloat16", "exact": True, "num_threads": 1, "kv_cache_bytes": 8 << 20}
     llm = LLM(folder, **(defaults | options))
-    outputs = llm.generate(prompts(), [greedy(logprobs=3), *SAMPLED[:5]], use_tqdm=False)
+    params, adapter = [greedy(logprobs=3), *SAMPLED[:5]], [""] * 6 if names is None else list(names)
+    outputs = llm.generate(prompts(), params, use_tqdm=False, adapter=adapter)
     choices = [choice for output in outputs for choice in output.outputs]
     assert all(choice.error is None for choice in choices)
     return [
@@ -357,6 +358,18 @@ def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
     expected = bits(folder, weights="int8")
     with in_forms(two, COMPILED[::-1]), over_ranks(two):
         assert bits(folder, weights="int8") == expected
+
+
+@needs_kernels
+@pytest.mark.prove
+def test_exact_ranks_split_adapters(four: RankProcesses) -> None:
+    adapters = adapters_of(checkpoint("llama", **EXACT_SIZES))
+    adapters.add("ranks", 3, r=6)
+    names, options = ["ranks", "", "ranks"] * 2, {"weights": "int8", "adapters": dict(adapters.folders)}
+    expected = bits(str(adapters.base), names, **options)
+    assert expected != bits(str(adapters.base), **options)
+    with in_forms(four, COMPILED[::-1]), over_ranks(four):
+        assert bits(str(adapters.base), names, **options) == expected
 
 
 @needs_kernels
