@@ -30,8 +30,12 @@ from tests.workers.test_quantised_ranks import MIXERS, OTHER_MIXERS, logits_alon
 from tests.workers.thread_group import ThreadGroup
 
 NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
-FAMILIES = [name for name, case in CASES.items() if any(case.options.get(number) for number in NUMBERS)]
-"""Every case with experts: those of 18 families."""
+NOT_SPLIT = "mimo_v2"
+"""A family whose layers have different numbers of KV heads, which ranks do not split."""
+FAMILIES = [
+    name for name, case in CASES.items() if any(case.options.get(number) for number in NUMBERS) and name != NOT_SPLIT
+]
+"""Every other case with experts."""
 SIZES = MIXERS | OTHER_MIXERS
 """Sizes of what ranks split beside the experts, where those of a case are not multiples of 16."""
 UNEVEN: dict[str, dict[str, int]] = {
@@ -44,7 +48,7 @@ UNEVEN: dict[str, dict[str, int]] = {
 
 
 def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+    assert (found - expected).abs().max() <= 1e-4 * (expected.max() - expected.min())
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
@@ -91,7 +95,7 @@ def test_experts_are_stored_in_any_format(name: str, tmp_path: pathlib.Path) -> 
 @needs_kernels
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    ("name", "kind"), [("qwen3moe", "Q8_0"), ("gpt-oss", "MXFP4"), ("mixtral", "Q4_0"), ("gemma4 with experts", "F16")]
+    ("name", "kind"), [("qwen3moe", "Q8_0"), ("gpt-oss", "MXFP4"), ("mixtral", "Q4_0"), ("qwen35moe", "F16")]
 )
 def test_experts_are_read_from_gguf_files(name: str, kind: str, tmp_path: pathlib.Path) -> None:
     def kind_of(tensor: str) -> str:

@@ -6,6 +6,8 @@ rank ever disagreed.
 
 from __future__ import annotations
 
+import json
+import pathlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
@@ -43,8 +46,6 @@ pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
 NUM_TOKENS = 24
-AROUND_EXPERTS = r".*(self_attn\.[qkvo]_proj|shared_expert\.(gate|up|down)_proj)"
-"""The linears of attention and of a shared expert."""
 NUM_STATES = 256
 """Recurrent states for which the caches have room, if the model has any."""
 Ask = Callable[[LLM], Any]
@@ -210,7 +211,7 @@ def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None
     ("kind", "options"),
     [
         ("mixtral", {}),
-        pytest.param("qwen3_5_moe", {"overlap": "on"}, marks=pytest.mark.prove),
+        pytest.param("glm4_moe", {"overlap": "on"}, marks=pytest.mark.prove),
         pytest.param("deepseek_v3", drafting("mtp"), marks=pytest.mark.prove),
         pytest.param("gpt_oss", drafting("ngram"), marks=pytest.mark.prove),
     ],
@@ -242,20 +243,28 @@ def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str)
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on", **options)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("llama", {}),
-        pytest.param("phi3", {}, marks=pytest.mark.prove),
-        pytest.param("qwen3_next", {"expert_parallel": True}, marks=pytest.mark.prove),
-    ],
-)
-def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: str, options: dict[str, Any]) -> None:
-    """Ranks that divide experts split the linears around them, and the shared expert, as others do."""
-    folder = folder_of(family) if options else checkpoint(family)
-    adapters = adapters_of(folder)
-    adapters.add("ranks", 3, r=6, target_modules=AROUND_EXPERTS if options else "all-linear")
+@pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.prove)])
+def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: str) -> None:
+    adapters = adapters_of(checkpoint(family))
+    adapters.add("ranks", 3, r=6)
+    assert_same_adapted(two, str(checkpoint(family)), adapters.folders["ranks"])
 
+
+@pytest.mark.prove
+def test_ranks_that_divide_experts_split_adapters_of_shared_experts(two: RankProcesses, tmp_path: pathlib.Path) -> None:
+    folder, halves = folder_of("qwen3_next"), {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith(("shared_expert.up_proj.weight", "shared_expert.down_proj.weight", "o_proj.weight")):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            halves[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1])
+            halves[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4)
+    save_file(halves, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj", "down_proj", "o_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert_same_adapted(two, str(folder), str(tmp_path), expert_parallel=True)
+
+
+def assert_same_adapted(ranks: RankProcesses, folder: str, adapter: str, **options: Any) -> None:
     def ask(llm: LLM) -> Any:
         names = ["ranks", "", "ranks"]
         return [
@@ -263,7 +272,7 @@ def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: 
             for answer in llm.generate(prompts()[:3], greedy(), use_tqdm=False, adapter=names)
         ]
 
-    assert_same(two, ask, str(folder), adapters={"ranks": adapters.folders["ranks"]}, **options)
+    assert_same(ranks, ask, folder, adapters={"ranks": adapter}, **options)
 
 
 def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:

@@ -42,9 +42,9 @@ def check_num_ranks(config: ModelConfig, num_ranks: int, exact: bool = False, ex
     reason = _why_not(config, num_ranks, exact, expert_parallel)
     if reason is None:
         return
-    counts = range(1, config.num_heads + 1)
+    counts = range(2, config.num_heads + 1)
     possible = [str(count) for count in counts if _why_not(config, count, exact, expert_parallel) is None]
-    remedies = [f"set tensor_parallel_size to one of {', '.join(possible)}"]
+    remedies = [f"set tensor_parallel_size to one of {', '.join(['1', *possible])}"]
     if exact and _why_not(config, num_ranks, False, expert_parallel) is None:
         remedies.append("set exact to false")
     if expert_parallel and _why_not(config, num_ranks, exact, False) is None:
