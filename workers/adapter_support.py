@@ -17,8 +17,8 @@ def check_adapters(options: ModelOptions, device: str, model: ModelConfig | None
     """
     if not options.adapters and not options.adapter_roots:
         return
-    if device != "cpu":
-        raise ModelError(f"adapters are for CPUs, and the device is {device}; {_MERGED}")
+    if device == "tpu":
+        raise ModelError(f"adapters are for CPUs and GPUs, and the device is tpu; {_MERGED}")
     if model is not None and not model.native:
         raise ModelError(
             f"adapters need a model that Manta computes itself, and {model.architecture} runs through transformers; "
