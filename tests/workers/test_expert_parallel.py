@@ -189,11 +189,11 @@ def test_the_width_of_an_expert_may_be_any() -> None:
     ],
 )
 def test_what_cannot_divide_experts_is_refused(kind: str, device: str, num_ranks: int, words: str | None) -> None:
-    """With one rank the option has no effect, as vLLM's."""
-    config = load_model_config(folder_of(kind))
+    """With one rank the option has no effect, as vLLM's. A draft model, which ranks do not split, needs no experts."""
+    config, draft = (load_model_config(folder_of(name)) for name in (kind, "gemma2"))
     options = ModelOptions(model=str(folder_of(kind)), expert_parallel=True, tensor_parallel_size=num_ranks)
     if words is None:
-        check_options(options, device, config)
+        check_options(options, device, config, draft)
         return
     with pytest.raises(ModelError, match=words):
         check_options(options, device, config)

@@ -19,7 +19,7 @@ from manta.workers.platforms.cuda import CudaPlatform
 from tests.workers.triton_device import DEVICE, THOROUGH
 
 IN, OUT = (1000, 1536) if DEVICE.type == "cuda" else (40, 96)
-RANKS = (3, 16, 40, 1)
+RANKS = (3, 16, 18, 1)
 BRIEF = {("plain", torch.float32), ("gated", torch.bfloat16)}
 """The cases of `make test`: in the interpreter the base model's own products take most of the time."""
 KINDS = {"plain": {}, "gated": {"gated": True}, "int8, gated": {"rounded_to": 8, "gated": True}}
