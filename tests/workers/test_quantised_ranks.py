@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -45,21 +47,30 @@ SPLIT = {
 }
 
 
-def logits_of_ranks(folder: pathlib.Path, num_ranks: int, weights: str = "dense", exact: bool = False) -> torch.Tensor:
-    config = load_model_config(folder)
+def logits_of_ranks(
+    folder: pathlib.Path, num_ranks: int, weights: str = "dense", exact: bool = False, **options: Any
+) -> torch.Tensor:
+    return logits_of_shares([folder] * num_ranks, weights, exact, **options)
+
+
+def logits_of_shares(
+    folders: Sequence[pathlib.Path], weights: str = "dense", exact: bool = False, **options: Any
+) -> torch.Tensor:
+    """Of ranks that each read a folder of their own. `options` are those of `load_model`."""
 
     def run(group: ThreadGroup) -> torch.Tensor:
         try:
-            platform = CpuPlatform(1, exact)
-            model = load_model(folder, config, "float32", platform, group=group, weights=weights, exact=exact)
+            folder, platform = folders[group.rank], CpuPlatform(1, exact)
+            options_of_rank = {**options, "group": group, "weights": weights, "exact": exact}
+            model = load_model(folder, load_model_config(folder), "float32", platform, **options_of_rank)
             assert isinstance(model, Decoder)
             return logits_of(folder, model)
         except Exception:
             group.abort()
             raise
 
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return next(iter(pool.map(run, ThreadGroup.of(num_ranks))))
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return next(iter(pool.map(run, ThreadGroup.of(len(folders)))))
 
 
 def logits_alone(folder: pathlib.Path, weights: str = "dense", exact: bool = False) -> torch.Tensor:

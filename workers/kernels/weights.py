@@ -176,7 +176,8 @@ class Experts(Protocol):
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' results for x [num_rows, hidden], float32. `chosen`, int64
-        [num_rows, num_chosen], has different experts in a row, and `shares`, float32, their weights.
+        [num_rows, num_chosen], has different experts in a row, and `shares`, float32, their weights. A number that is
+        none of the experts', such as -1, adds nothing.
 
         A row's results are added in the order of the experts, so they do not depend on the other rows.
         """
@@ -189,7 +190,7 @@ class ExpertsWeights:
     router: Linear
     """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
     experts: Experts
-    """Of ranks, each has a part of every expert's inner width."""
+    """Of ranks, each has a part of every expert's inner width, or some experts whole."""
     join: Callable[[torch.Tensor], torch.Tensor]
     """Sums the results [num_tokens, hidden] of ranks; returns them as they are if each rank has whole ones."""
     choice_bias: torch.Tensor | None = None

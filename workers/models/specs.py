@@ -308,6 +308,13 @@ class ExpertsSpec(NamedTuple):
     """The expert that computes every token."""
     shared_gate: LinearSpec | None = None
     """The linear to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE)."""
+    held: range | None = None
+    """The experts that this rank has, whole; None if it has its share of each one."""
+
+    @property
+    def own(self) -> tuple[GatedMlpSpec, ...]:
+        """The experts that this rank has, or of which it has a share."""
+        return self.experts if self.held is None else self.experts[self.held.start : self.held.stop]
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router

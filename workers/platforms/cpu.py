@@ -57,10 +57,10 @@ class CpuPlatform:
     keeps_float8 = False
     groups_layers = True
     splits_mlp = True
-    adapting: Callable[[], LinearAdapting] | None = CpuLinearAdapting
 
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:
         self.kernels: Kernels = _ExactKernels() if exact else cpu
+        self.adapting: Callable[[], LinearAdapting] | None = functools.partial(CpuLinearAdapting, exact)
         self._exact = exact
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus, by default 1, which would leave the other cores idle.

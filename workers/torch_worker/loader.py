@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Protocol, overload
 
+import msgspec
 import torch
 
 from manta.workers.adapters.adapter_bank import AdapterBank
@@ -20,6 +21,7 @@ from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
+from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
@@ -57,12 +59,9 @@ from manta.workers.kernels.weights import (
     UpdatesWeights,
 )
 from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
-from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
-from manta.workers.models.recurrent_shapes import LightningShape
 from manta.workers.models.specs import (
     AttentionSpec,
-    DecoderSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
@@ -84,12 +83,14 @@ from manta.workers.models.specs import (
 )
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import (
+    ExactExpertsOfRanks,
+    ExpertsOfRank,
     GatheredHead,
     SquaresOverRanks,
     VocabularyParallelEmbedding,
     WideNorm,
 )
-from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
+from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
 
@@ -103,13 +104,15 @@ def load_model(
     group: Group | None = None,
     weights: str = "auto",
     exact: bool = False,
+    expert_parallel: bool = False,
     bank: AdapterBank | None = None,
 ) -> Model:
     """Returns the model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device. With a `group`
     of ranks it is this one's share, which computes together with the others'.
 
     `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the
-    others are not read. With `exact` ranks split no sums. With a `bank` its linears take adapters.
+    others are not read. With `exact` ranks split no sums, and with `expert_parallel` they divide the experts of layers.
+    With a `bank` its linears take adapters.
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
     so many ranks.
     """
@@ -121,13 +124,15 @@ def load_model(
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
     checkpoint = Checkpoint(folder, read_ahead=group.num_ranks == 1)
     config = checkpoint.as_stored(config)
-    share = shard_config(config, group.num_ranks)
-    with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact)) as shared:
+    share = shard_config(config, group.num_ranks, expert_parallel)
+    with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact, expert_parallel)) as shared:
         compute_dtype = platform.torch_dtype(dtype)
-        loader = _WeightLoader(checkpoint, config, compute_dtype, platform, group, weights, exact, shared, bank)
+        loader = _WeightLoader(
+            checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank
+        )
         loaded = loader.load()
     if whole:
-        _check_all_used(checkpoint, config)
+        check_all_used(checkpoint, config, loader.spec)
     if group.num_ranks > 1:
         embedding = VocabularyParallelEmbedding(loaded.embedding, group, share.vocab_size)
         head = GatheredHead(loaded.head, group, config.vocab_size)
@@ -159,13 +164,20 @@ def load_draft_head(
 
 
 def _identity(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, group: Group, weights: str, exact: bool
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    group: Group,
+    weights: str,
+    exact: bool,
+    expert_parallel: bool = False,
 ) -> str:
     """Returns a text of all that packed weights depend on, files and their change times included."""
     files = [path.stat() for path in weight_files(pathlib.Path(folder))]
     identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
     split = "outputs" if exact else "inputs"
-    return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split}"
+    experts = "whole experts" if expert_parallel else ""
+    return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split} {experts}"
 
 
 def check_tensors(
@@ -189,7 +201,7 @@ def check_tensors(
     config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
     loaded = loader.load()
-    _check_all_used(checkpoint, config)
+    check_all_used(checkpoint, config, loader.spec)
     if with_draft_head:
         own = draft_head_config(config)
         of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
@@ -197,31 +209,6 @@ def check_tensors(
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
-
-
-def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raises `ModelError` naming tensors that the model does not have. A tied model may be saved with the head too, and
-    any model with layers that are not served.
-    """
-    unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
-    checkpoint.check_all_used(
-        but=["lm_head.weight"] if config.tie_word_embeddings else [],
-        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config)),
-    )
-
-
-def _unread(config: ModelConfig) -> list[str]:
-    """Returns how the names of tensors begin that the checkpoint may have and no layer needs: those of keys and values
-    of layers that read others', copies of shared blocks, and what is computed of other tensors.
-    """
-    if config.shared_blocks is not None:
-        owners = enumerate(config.shared_blocks.owners)
-        return [f"model.layers.{layer}.shared_transformer." for layer, owner in owners if owner not in (None, layer)]
-    readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
-    names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
-    if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
-        readers, names = [*range(config.num_layers)], ["query_decay", "key_decay", "diagonal_decay"]
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in names]
 
 
 class _WeightPlatform(Protocol):
@@ -256,10 +243,11 @@ class _WeightLoader:
         group: Group,
         weights: str,
         exact: bool,
+        expert_parallel: bool = False,
         shared: SharedLinears | None = None,
         bank: AdapterBank | None = None,
     ) -> None:
-        self.spec: DecoderSpec = split_outputs(describe(config)) if exact else describe(config)
+        self.spec = describe_share(config, group.rank, group.num_ranks, exact, expert_parallel)
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
@@ -399,11 +387,17 @@ class _WeightLoader:
         config = self._config.experts
         assert config is not None
         activation = spec.experts[0].gated.activation or self._config.activation
+        router = self._plain_linear(spec.router)
+        own = msgspec.structs.replace(config, num_experts=len(spec.own))
+        experts = self._platform.join_experts(map(self._own_mlp, spec.own), own, activation)
+        if spec.held is not None:
+            of_rank = ExpertsOfRank(experts, spec.held)
+            experts = ExactExpertsOfRanks(of_rank, self._group) if self._exact else of_rank
         return ExpertsWeights(
             config,
-            self._plain_linear(spec.router),
-            self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
-            (lambda total: total) if spec.experts[0].down.gathers else self._group.all_reduce,
+            router,
+            experts,
+            (lambda total: total) if self._exact else self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
