@@ -21,9 +21,7 @@ REFUSED_NAMES = (
     "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zaya lfm3 "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
-    "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 "
-    # Latent attention without a native form.
-    "axk1 longcat_flash sarvam_mla "
+    "axk2 dots3_note_text hy_v4 "
     # Layers that differ in their heads.
     "gemma4_unified_text "
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
@@ -47,7 +45,7 @@ THROUGH_TRANSFORMERS = (
 """Model types with pictures whose text decoder has no native form and is served."""
 SERVED = (*WRAPPERS, "Mistral4ForCausalLM", *map(architecture_of, THROUGH_TRANSFORMERS.split()))
 """Architectures in transformers' table of models with pictures whose text is served."""
-CHEAP = ("gpt2", "olmo_hybrid", "minimax", "exaone4_5", "bart", "deepseek_v32", "doge")
+CHEAP = ("gpt2", "olmo_hybrid", "minimax", "exaone4_5", "bart", "hy_v4", "doge")
 """Model types of every run: through transformers, natively, with pictures, and three ways to be refused."""
 
 

@@ -22,6 +22,7 @@ from manta.workers.models.raw_config import ConfigError, RawConfig
 from tests.quantised_checkpoints import AWQ_CONFIG, fp8_config, gptq_config
 from tests.workers.attention_cases import ATTENTION_CASES
 from tests.workers.recurrent_cases import RECURRENT_CASES, values_of_cases
+from tests.workers.sparse_cases import SPARSE_CASES
 from tests.workers.test_layer_kinds import SIZES
 from tests.workers.test_quantised_formats import FORMATS
 
@@ -99,6 +100,14 @@ SIGMOID: dict[str, Any] = {
     "scoring_func": ("sigmoid", (*CHOICE, "softmax")),
     "topk_method": ("noaux_tc", (*CHOICE, "greedy")),
     "rope_interleave": (True, FLAG),
+}
+NEIGHBOURS: dict[str, Any] = {"rope_interleave": (True, (*FLAG, False))}
+INDEXER: dict[str, Any] = {
+    "index_topk": (16, WHOLE),
+    "index_n_heads": (8, WHOLE),
+    "index_head_dim": (16, (*WHOLE, 15, 6)),
+    "layer_types": (["indexed_attention"] * 4, (*LIST, ["full_attention"] * 4)),
+    "q_lora_rank": (32, (*WHOLE, None)),
 }
 NULL_MEANS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
 NULL_MEANS_NONE |= {"attention_chunk_size", "scale_depth", "dim_model_base"}
@@ -185,6 +194,21 @@ OWN: dict[str, dict[str, Any]] = {
         "topk_group": (1, (*WHOLE, 5)),
     },
     "DeepseekV3ForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID,
+    "DeepseekV32ForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID | INDEXER | NEIGHBOURS,
+    "GlmMoeDsaForCausalLM": BIASES
+    | LATENT
+    | DEEPSEEK
+    | SIGMOID
+    | INDEXER
+    | NEIGHBOURS
+    | {
+        "topk_group": (1, (*WHOLE, 5)),
+        "indexer_rope_interleave": (True, (*FLAG, False)),
+        "indexer_types": (["full", "shared"] * 2, (*LIST, ["full"], ["novel"] * 4, ["shared"] * 4)),
+        "index_topk_pattern": ("FSFS", (7, {"a": 1}, True, "FSF", "FXFS", "SFFF", ["full"], ["shared"] * 4)),
+        "index_topk_freq": (2, WHOLE),
+        "index_skip_topk_offset": (1, WHOLE_OR_NONE),
+    },
     "Glm4MoeLiteForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID | {"topk_group": (1, (*WHOLE, 5))},
     "MiniCPM3ForCausalLM": BIASES
     | LATENT
@@ -290,8 +314,8 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 def values_of(family: str) -> dict[str, Any]:
     if family not in OWN:
-        others = [ATTENTION_CASES[name] for name in ("mimo_v2", "gemma3n")]
-        return values_of_cases([*RECURRENT_CASES.values(), *others], SIZES)[family]
+        others = [ATTENTION_CASES[name] for name in ("axk1", "mimo_v2", "gemma3n")]
+        return values_of_cases([*RECURRENT_CASES.values(), *others, SPARSE_CASES["longcat_flash"]], SIZES)[family]
     table = table_of(family)
     return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}
 
@@ -335,6 +359,7 @@ def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
         "_sliding_window_pattern",
         "num_local_experts",
         "num_experts",
+        "model_type",
     }
     assert recorder.keys_read - others == recorder.keys() - others
 

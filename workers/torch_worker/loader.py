@@ -20,6 +20,7 @@ from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
+from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
@@ -40,6 +41,7 @@ from manta.workers.kernels.weights import (
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    IndexerWeights,
     LatentAttentionWeights,
     LayerInputsWeights,
     LayerInputWeights,
@@ -59,13 +61,13 @@ from manta.workers.kernels.weights import (
 from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
-from manta.workers.models.recurrent_shapes import LightningShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerInputSpec,
     LayerInputsSpec,
@@ -127,7 +129,7 @@ def load_model(
         loader = _WeightLoader(checkpoint, config, compute_dtype, platform, group, weights, exact, shared, bank)
         loaded = loader.load()
     if whole:
-        _check_all_used(checkpoint, config)
+        check_all_used(checkpoint, config, loader.spec)
     if group.num_ranks > 1:
         embedding = VocabularyParallelEmbedding(loaded.embedding, group, share.vocab_size)
         head = GatheredHead(loaded.head, group, config.vocab_size)
@@ -189,7 +191,7 @@ def check_tensors(
     config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
     loaded = loader.load()
-    _check_all_used(checkpoint, config)
+    check_all_used(checkpoint, config, loader.spec)
     if with_draft_head:
         own = draft_head_config(config)
         of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
@@ -197,31 +199,6 @@ def check_tensors(
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
-
-
-def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raises `ModelError` naming tensors that the model does not have. A tied model may be saved with the head too, and
-    any model with layers that are not served.
-    """
-    unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
-    checkpoint.check_all_used(
-        but=["lm_head.weight"] if config.tie_word_embeddings else [],
-        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config)),
-    )
-
-
-def _unread(config: ModelConfig) -> list[str]:
-    """Returns how the names of tensors begin that the checkpoint may have and no layer needs: those of keys and values
-    of layers that read others', copies of shared blocks, and what is computed of other tensors.
-    """
-    if config.shared_blocks is not None:
-        owners = enumerate(config.shared_blocks.owners)
-        return [f"model.layers.{layer}.shared_transformer." for layer, owner in owners if owner not in (None, layer)]
-    readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
-    names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
-    if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
-        readers, names = [*range(config.num_layers)], ["query_decay", "key_decay", "diagonal_decay"]
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in names]
 
 
 class _WeightPlatform(Protocol):
@@ -372,6 +349,7 @@ class _WeightLoader:
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             None if spec.updates is None else self._updates(spec.updates),
+            None if spec.shortcut is None else self._experts(spec.shortcut),
         )
 
     def _scalar(self, name: str) -> float:
@@ -404,10 +382,16 @@ class _WeightLoader:
             self._plain_linear(spec.router),
             self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
             (lambda total: total) if spec.experts[0].down.gathers else self._group.all_reduce,
-            None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
+            self._choice_bias(spec),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
+
+    def _choice_bias(self, spec: ExpertsSpec) -> torch.Tensor | None:
+        name = spec.choice_bias
+        if name is None or (spec.may_lack_choice_bias and name not in self._checkpoint):
+            return None
+        return self._of_experts(name)
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
         """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
@@ -436,7 +420,8 @@ class _WeightLoader:
         assert shape is not None
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
-        keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
+        keys, values = cached_layout(expansion, shape, self._config.head_dim)
         if self._exact:
             values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
@@ -447,9 +432,21 @@ class _WeightLoader:
             keys=self._platform.place_weight(keys, self._dtype),
             values=self._platform.place_weight(values, self._dtype),
             output=self._adapted(spec.output),
+            indexer=None if spec.indexer is None else self._indexer(spec.indexer),
         )
         self._checkpoint.release()
         return weights
+
+    def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
+        norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
+        return IndexerWeights(
+            spec.shape,
+            self._adapted(spec.queries),
+            self._adapted(spec.keys),
+            self._tensor(norm),
+            self._tensor(spec.key_bias),
+            self._plain_linear(spec.shares),
+        )
 
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
