@@ -21,7 +21,7 @@ REFUSED_NAMES = (
     "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zaya lfm3 "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
-    "axk2 dots3_note_text hy_v4 "
+    "dots3_note_text hy_v4 "
     # Layers that differ in their heads.
     "gemma4_unified_text "
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.

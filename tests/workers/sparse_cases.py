@@ -26,6 +26,11 @@ SPARSE_CASES: dict[str, Case] = {
         LATENT | EXPERTS | INDEXER | {"indexer_types": ["full", "shared", "full", "shared"]},
         CHOICE,
     ),
+    "axk2": Case(
+        "AXK2Config",
+        LATENT | EXPERTS | INDEXER | {"n_group": 4, "topk_group": 2, "gated_norm_rank": 6, "attention_bias": True},
+        CHOICE | {"groups of experts": {"n_group": 1, "topk_group": 1}},
+    ),
     "longcat_flash": Case(
         "LongcatFlashConfig",
         LATENT

@@ -298,6 +298,8 @@ def rewritten(
         ("glm_moe_dsa", "indexer.k_norm.bias"),
         ("glm_moe_dsa", "indexer.weights_proj"),
         ("axk1", "post_mlp_layernorm"),
+        ("axk2", "input_layernorm.W_up"),
+        ("axk2", "post_attention_layernorm.W_down"),
         ("longcat_flash", "mlp.experts.2.down_proj"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),

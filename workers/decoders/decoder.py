@@ -39,6 +39,7 @@ from manta.workers.kernels.weights import (
     GatedMlpWeights,
     LatentAttentionWeights,
     MixerWeights,
+    NormGateWeights,
     RecurrentWeights,
     ShortConvWeights,
     SideBySideWeights,
@@ -172,6 +173,8 @@ class Decoder:
             if config.windows_are_chunks and window is not None and place is not None:
                 group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
                 window = None
+            if layer.input_gate is not None:
+                normed = self._gated(layer.input_gate, normed)
             if layer.stream_factors is not None:
                 torch.mul(normed, layer.stream_factors[0], out=residual)
             if layer.block is not None:
@@ -189,6 +192,8 @@ class Decoder:
             elif layer.mlp is not None:
                 if layer.mixer is not None:
                     normed = self._add(update, residual, layer.mlp_norm)
+                if layer.mlp_gate is not None:
+                    normed = self._gated(layer.mlp_gate, normed)
                 if layer.stream_factors is not None:
                     torch.mul(normed, layer.stream_factors[1], out=residual)
                 update = self._mlp(layer.mlp, normed, metadata)
@@ -263,6 +268,11 @@ class Decoder:
             return x
         norm = self._kernels.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
         return norm(x, weight, self.config.rms_norm_eps)
+
+    def _gated(self, gate: NormGateWeights, normed: torch.Tensor) -> torch.Tensor:
+        """Returns a norm's result times its gate."""
+        gates = gate.up.forward(gate.down.forward(normed))
+        return (normed * self._kernels.recurrent.sigmoid(gates.float())).to(normed.dtype)
 
     def _add(self, update: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         """Adds to the residual stream in place. Returns what the next part reads: its norm, or the stream itself."""

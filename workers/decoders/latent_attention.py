@@ -48,12 +48,17 @@ def attend_latent(
     puts the tokens that it chooses into `choice`, which holds those of an earlier layer otherwise; None if attention
     reads all.
     """
-    query_width = shape.query_rank or heads.num_heads * (shape.plain_dim + shape.rope_dim)
+    query_dim = shape.plain_dim + shape.rope_dim
+    query_width = shape.query_rank or heads.num_heads * query_dim
     queries, cached = weights.inputs.forward(normed, metadata).split((query_width, shape.cached_dim), dim=-1)
     if weights.queries is not None:
         assert weights.query_norm is not None
         query_latents = kernels.rms_norm(queries, weights.query_norm, shape.norm_eps)
-        queries = weights.queries.forward(query_latents, metadata)
+        read = torch.cat((query_latents, queries), dim=-1) if shape.has_gates else query_latents
+        queries = weights.queries.forward(read, metadata)
+    gates = None
+    if shape.has_gates:
+        queries, gates = queries.split((heads.num_heads * query_dim, heads.num_heads * shape.value_dim), dim=-1)
     latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
     latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
     plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
@@ -81,8 +86,10 @@ def attend_latent(
         attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
     else:
         attended = attend_chosen(row, kv_cache[0], choice, metadata, heads, kernels)
-    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values)
-    return weights.output.forward(values.flatten(1), metadata)
+    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)
+    if gates is not None:
+        values = (values * kernels.recurrent.sigmoid(gates.float())).to(values.dtype)
+    return weights.output.forward(values, metadata)
 
 
 def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:

@@ -270,6 +270,15 @@ class StreamsWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class NormGateWeights:
+    """The weights of `NormGateSpec`."""
+
+    down: Linear
+    """hidden -> rank, with its activation."""
+    up: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerInputWeights:
     """The weights of `LayerInputSpec`."""
 
@@ -306,6 +315,8 @@ class LayerWeights:
     block: SharedBlockWeights | None = None
     updates: UpdatesWeights | None = None
     shortcut: ExpertsWeights | None = None
+    input_gate: NormGateWeights | None = None
+    mlp_gate: NormGateWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from manta.workers.models import (
     axk1,
+    axk2,
     bamba,
     cohere2,
     deepseek_v2,
@@ -124,6 +125,7 @@ _MODULES: tuple[Family, ...] = (
     deepseek_v32,
     glm_moe_dsa,
     axk1,
+    axk2,
     longcat_flash,
     glm4_moe_lite,
     minicpm3,

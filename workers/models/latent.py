@@ -105,6 +105,8 @@ def attention(config: ModelConfig, index: int, prefix: str) -> LatentAttentionSp
         query_norm = NormSpec(f"{prefix}.q_a_layernorm", shape.query_rank)
         part = WeightPart(f"{prefix}.q_b_proj", size, Split.QUERY_HEADS, query_order, scale=shape.query_scale)
         queries = LinearSpec((part,), shape.query_rank)
+        if shape.has_gates:
+            queries = LinearSpec(_with_gates(config.num_heads, shape, part), 2 * shape.query_rank)
     output = WeightPart(f"{prefix}.o_proj", hidden)
     return LatentAttentionSpec(
         inputs=LinearSpec((first, cached), hidden, config.qkv_bias),
@@ -115,6 +117,15 @@ def attention(config: ModelConfig, index: int, prefix: str) -> LatentAttentionSp
         output=LinearSpec((output,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
         indexer=indexer(config, index, f"{prefix}.indexer"),
     )
+
+
+def _with_gates(num_heads: int, shape: LatentShape, queries: WeightPart) -> tuple[WeightPart, WeightPart]:
+    """Returns the parts for queries and for gates of values, which one tensor has for each head."""
+    query_dim = shape.plain_dim + shape.rope_dim
+    rows = query_dim + shape.value_dim
+    pieces = HeadPiece(rows, 0, query_dim), HeadPiece(rows, query_dim, shape.value_dim)
+    queries = queries._replace(piece=pieces[0], stored_rows=num_heads * rows)
+    return queries, queries._replace(out_features=num_heads * shape.value_dim, order=None, piece=pieces[1])
 
 
 def _expansion(config: ModelConfig, shape: LatentShape, prefix: str) -> tuple[WeightPart, ...]:

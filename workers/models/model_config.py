@@ -176,6 +176,10 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """Factor on the queries that are products of a latent vector (LongCat-Flash)."""
     latent_scale: float = 1.0
     """Factor on the normed latent vector of keys and values."""
+    has_gates: bool = False
+    """Whether queries are products of their latent vector with and without its norm, and other products of these are
+    numbers whose sigmoids multiply the values (A.X K2).
+    """
 
     @property
     def cached_dim(self) -> int:
@@ -239,6 +243,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_chosen_groups: int = 1
     ranks_groups_by: int = 1
     """Number of a group's best scores whose sum ranks it."""
+    scores_others_zero: bool = False
+    """Whether experts of groups that are not searched have the score 0 for the choice, instead of none (A.X K2)."""
     has_choice_bias: bool = False
     """Whether a bias is added to the scores for the choice alone, in families that may do without one."""
     scales_inputs: bool = False
@@ -358,6 +364,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A factor on queries that grows with their position; None for none."""
     has_head_norms: bool = False
     """Whether a family whose checkpoints may have norms over each query and key head has them."""
+    norm_gate_rank: int = 0
+    """The inner width of the gates on norms (A.X K2); 0 for none."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None

@@ -443,6 +443,16 @@ class StreamsSpec(NamedTuple):
     gather: tuple[LinearSpec, ...]
 
 
+class NormGateSpec(NamedTuple):
+    """Numbers computed of a norm's result, whose sigmoids multiply it (A.X K2): `x * sigmoid(up(silu(down(x))))`."""
+
+    down: LinearSpec
+    up: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from self
+
+
 class LayerInputSpec(NamedTuple):
     """The part that a layer adds to the residual stream after its MLP (Gemma 4):
     `norm(projection(activation(gate(stream)) * input))`, where the input is the layer's own.
@@ -496,6 +506,13 @@ class LayerSpec(NamedTuple):
     """The updates of several residual streams; None in families with one."""
     shortcut: ExpertsSpec | None = None
     """Experts that read what the MLP reads, and whose result is added after the next layer's MLP (LongCat-Flash)."""
+    input_gate: NormGateSpec | None = None
+    """The gate on the result of `input_norm`, and that on `mlp_norm`'s; None for none."""
+    mlp_gate: NormGateSpec | None = None
+
+    @property
+    def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
+        return self.input_gate, self.mlp_gate
 
     @property
     def attention(self) -> AttentionSpec:
@@ -515,7 +532,8 @@ class LayerSpec(NamedTuple):
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.updates, self.shortcut):
+        others = self.updates, self.shortcut, *self.norm_gates
+        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, *others):
             if part is not None:
                 yield from part.linears()
 

@@ -33,6 +33,7 @@ class Variant(enum.Enum):
     SHORTCUT = "experts whose result is added a layer later"
     IDENTITY = "experts that return what they get"
     OTHER_ROUTERS = "routers other than a softmax over the experts"
+    GATED_NORMS = "gates on the results of norms"
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
@@ -71,6 +72,7 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.SHORT_CONV,
             Variant.RECURRENT,
             Variant.MATRIX_MEMORY,
+            Variant.GATED_NORMS,
             Variant.GATED_ATTENTION,
             Variant.OTHER_ROUTERS,
         }
@@ -101,6 +103,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.SHORTCUT: any(layer.shortcut is not None for layer in layers),
         Variant.IDENTITY: config.experts is not None and config.experts.num_identity > 0,
         Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
+        Variant.GATED_NORMS: config.norm_gate_rank > 0,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
         Variant.SPARSE: config.indexer is not None,

@@ -49,6 +49,7 @@ from manta.workers.kernels.weights import (
     Linear,
     LinearWeight,
     MixerWeights,
+    NormGateWeights,
     RecurrentWeights,
     RowNorm,
     SharedBlockWeights,
@@ -350,6 +351,7 @@ class _WeightLoader:
             None if spec.block is None else self._block(spec.block),
             None if spec.updates is None else self._updates(spec.updates),
             None if spec.shortcut is None else self._experts(spec.shortcut),
+            *(None if gate is None else NormGateWeights(*map(self._linear, gate)) for gate in spec.norm_gates),
         )
 
     def _scalar(self, name: str) -> float:
