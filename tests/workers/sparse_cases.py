@@ -9,7 +9,7 @@ from typing import Any
 from tests.workers.attention_cases import EXPERTS, OTHER_SCALE, YARN_PAIR
 from tests.workers.recurrent_cases import LATENT, Case
 
-INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 16}
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 """So many heads that hardly any score is zero: transformers leaves to torch which of equal scores counts more."""
 CHOICE = {"choice of tokens": {"index_topk": 512}, "number of tokens": {"index_topk": 24}}
 SPARSE_CASES: dict[str, Case] = {
@@ -35,6 +35,7 @@ SPARSE_CASES: dict[str, Case] = {
         "LongcatFlashConfig",
         LATENT
         | {
+            "head_dim": 8,
             "n_routed_experts": 6,
             "zero_expert_num": 3,
             "moe_topk": 3,

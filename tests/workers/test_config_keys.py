@@ -105,7 +105,7 @@ NEIGHBOURS: dict[str, Any] = {"rope_interleave": (True, (*FLAG, False))}
 INDEXER: dict[str, Any] = {
     "index_topk": (16, WHOLE),
     "index_n_heads": (8, WHOLE),
-    "index_head_dim": (16, (*WHOLE, 15, 6)),
+    "index_head_dim": (64, (*WHOLE, 15, 6)),
     "layer_types": (["indexed_attention"] * 4, (*LIST, ["full_attention"] * 4)),
     "q_lora_rank": (32, (*WHOLE, None)),
 }
@@ -401,6 +401,37 @@ def test_the_models_unscaled_positions_win_over_those_of_its_rope(tmp_path: path
     """As in transformers."""
     values = values_of("LlamaForCausalLM") | {"rope_parameters": ROPES["yarn"], "original_max_position_embeddings": 32}
     assert read(tmp_path, values).rope.original_max_position_embeddings == 32
+
+
+def test_published_keys_of_sarvam_are_those_of_transformers(tmp_path: pathlib.Path) -> None:
+    """Its first code had names of its own."""
+    published = SIZES | {
+        "model_type": "sarvam_mla",
+        "num_experts": 16,
+        "num_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+        "q_head_dim": 20,
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "rope_theta": 5000.0,
+        "rope_scaling": {
+            "type": "deepseek_yarn",
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 64,
+        },
+        "torch_dtype": "float32",
+    }
+    stored = json.loads(transformers.SarvamMLAConfig(**published).to_json_string())
+    expected = read(tmp_path, stored | {"architectures": ["DeepseekV3ForCausalLM"]})
+    assert expected.unused_keys == ()
+    assert read(tmp_path, published | {"architectures": ["SarvamMLAForCausalLM"]}) == expected
 
 
 @pytest.mark.parametrize(

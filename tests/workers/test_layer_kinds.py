@@ -294,7 +294,7 @@ def rewritten(
     ("name", "tensor"),
     [
         ("deepseek_v3", "e_score_correction_bias"),
-        ("deepseek_v32", "indexer.wk"),
+        ("deepseek_v32", "indexer.wq_b"),
         ("glm_moe_dsa", "indexer.k_norm.bias"),
         ("glm_moe_dsa", "indexer.weights_proj"),
         ("axk1", "post_mlp_layernorm"),

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 
 from manta.workers.decoders import sparse_attention
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens
-from manta.workers.kernels import cpu, reference
+from manta.workers.kernels import cpu, expert_choice, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import IndexerWeights
-from manta.workers.models.model_config import HeadShape, IndexerShape
+from manta.workers.models.model_config import ExpertsConfig, HeadShape, IndexerShape
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -140,3 +142,34 @@ def test_attention_reads_the_chosen_tokens_alone(
         parts = np.exp(products - products.max(-1, keepdims=True))
         expected = parts / parts.sum(-1, keepdims=True) @ keys
         np.testing.assert_allclose(attended[index].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_that_are_not_searched_have_a_score_of_zero_in_axk2() -> None:
+    """Which is chosen rather than a negative one, as transformers' router does."""
+    config = transformers.AXK2Config(
+        hidden_size=HIDDEN, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, norm_topk_prob=True
+    )
+    router = AXK2TopkRouter(config)
+    generator = torch.Generator().manual_seed(0)
+    router.weight.data.copy_(torch.randn(router.weight.shape, generator=generator))
+    router.e_score_correction_bias.copy_(torch.randn(8, generator=generator) - 1)
+    x = torch.randn((50, HIDDEN), generator=generator)
+    with torch.inference_mode():
+        logits, expected_shares, expected = router(x)
+        sizes = ExpertsConfig(
+            num_experts=8,
+            num_chosen=3,
+            intermediate_size=1,
+            scores="sigmoid",
+            normalises=True,
+            scale=config.routed_scaling_factor,
+            num_groups=4,
+            num_chosen_groups=2,
+            ranks_groups_by=2,
+            scores_others_zero=True,
+        )
+        shares, chosen = expert_choice.route(logits, router.e_score_correction_bias, sizes)
+    by_expert, expected_by_expert = torch.zeros((2, 50, 8))
+    by_expert.scatter_(1, chosen, shares)
+    expected_by_expert.scatter_(1, expected, expected_shares)
+    torch.testing.assert_close(by_expert, expected_by_expert)

@@ -38,6 +38,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     config = latent.read_latent(raw, _USUAL, norm_eps=("rms_norm_eps", 1e-5))
     shape = config.latent
     assert shape is not None
+    raw["head_dim"].whole(shape.rope_dim, least=shape.rope_dim, most=shape.rope_dim)
     if shape.query_rank is None:
         raise raw["q_lora_rank"].refused("a number")
     num_identity = raw["zero_expert_num"].whole(256, least=0, most=MOST_EXPERTS)
