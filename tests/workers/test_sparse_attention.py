@@ -10,8 +10,7 @@ import torch
 import transformers
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 
-from manta.workers.decoders import sparse_attention
-from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens
+from manta.workers.decoders.sparse_attention import PIECE_BYTES, TokenChoice, attend_chosen, choose_tokens
 from manta.workers.kernels import cpu, expert_choice, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.query_tokens import QueryTokens
@@ -66,19 +65,16 @@ UNTURNED = torch.cat((torch.ones((64, 4)), torch.zeros((64, 4))), dim=-1)
 """A rotary table that rotates nothing."""
 
 
-@pytest.mark.parametrize("piece_bytes", [sparse_attention.PIECE_BYTES, 500])
-def test_the_best_scores_are_chosen_and_of_equal_ones_the_first(
-    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 500])
+def test_the_best_scores_are_chosen_and_of_equal_ones_the_first(piece_bytes: int) -> None:
     """Scores are small whole numbers times a factor, so that many are equal, most of them zero."""
-    monkeypatch.setattr(sparse_attention, "PIECE_BYTES", piece_bytes)
     generator = torch.Generator().manual_seed(0)
     weights, pieces = indexer(generator), [(0, 30), (25, 3), (0, 7), (40, 1)]
     step = metadata(*pieces)
     count = step.num_tokens
     normed, latents = whole(generator, count, HIDDEN), whole(generator, count, RANK)
     keys = whole(generator, NUM_BLOCKS, BLOCK_SIZE, SHAPE.head_dim)
-    choice = choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step)
+    choice = choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step, piece_bytes)
     assert choice.slots is not None
     assert choice.lens is not None
     queries = weights.queries.forward(latents).view(count, SHAPE.num_heads, -1).numpy()
@@ -116,13 +112,10 @@ def test_what_is_no_number_is_chosen_last() -> None:
     assert set(choice.slots[0].tolist()) <= odd
 
 
-@pytest.mark.parametrize("piece_bytes", [sparse_attention.PIECE_BYTES, 1])
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1])
 @pytest.mark.parametrize("kernels", [cpu, reference], ids=["compiled", "torch"])
-def test_attention_reads_the_chosen_tokens_alone(
-    kernels: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_reads_the_chosen_tokens_alone(kernels: Any, piece_bytes: int) -> None:
     """Others hold no numbers."""
-    monkeypatch.setattr(sparse_attention, "PIECE_BYTES", piece_bytes)
     generator = torch.Generator().manual_seed(1)
     heads = HeadShape(3, 1, 32, 0.3, latent_dim=24)
     step = metadata((20, 2), (6, 1))
@@ -135,7 +128,7 @@ def test_attention_reads_the_chosen_tokens_alone(
     flat = cached.view(-1, heads.head_dim)
     flat[[each for each in range(len(flat)) if each not in read]] = torch.nan
     choice = TokenChoice(torch.tensor(slots, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32))
-    attended = attend_chosen(row, cached, choice, step, heads, kernels).view(3, heads.num_heads, -1)
+    attended = attend_chosen(row, cached, choice, step, heads, kernels, piece_bytes).view(3, heads.num_heads, -1)
     for index, (places, length) in enumerate(zip(slots, lens, strict=True)):
         keys = flat[places[:length]].double().numpy()
         products = row[index].view(4, -1)[:3].double().numpy() @ keys.T * heads.scale

@@ -58,9 +58,11 @@ def choose_tokens(
     rope_dim: int,
     cached_keys: torch.Tensor,
     metadata: AttentionMetadata,
+    piece_bytes: int = PIECE_BYTES,
 ) -> TokenChoice:
     """Returns what the tokens of a step attend to, by their normed hidden states and the normed latent vectors of their
-    queries. `cached_keys` [num_blocks, block_size, ...] are those of all KV slots, this step's written.
+    queries. `cached_keys` [num_blocks, block_size, ...] are those of all KV slots, this step's written. Scores of
+    several tokens take at most `piece_bytes` at a time.
     """
     shape, block_size = weights.shape, metadata.block_size
     if metadata.max_context_len <= shape.num_chosen:
@@ -79,7 +81,7 @@ def choose_tokens(
             continue
         keys = cached_keys[blocks].reshape(-1, shape.head_dim)[:context_len].float()
         seen = torch.arange(context_len, device=blocks.device)
-        for rows in _pieces(first, last, shape.num_heads * context_len * keys.itemsize):
+        for rows in _pieces(first, last, shape.num_heads * context_len * keys.itemsize, piece_bytes):
             scores = _scores(queries[rows], keys, shares[rows], shape.head_dim**-0.5)
             scores.masked_fill_(seen > metadata.positions[rows].unsqueeze(1), -torch.inf)
             slots[rows] = own_slots[_best(scores, shape.num_chosen)].int()
@@ -93,10 +95,10 @@ def attend_chosen(
     metadata: AttentionMetadata,
     heads: HeadShape,
     kernels: Kernels,
-    sinks: torch.Tensor | None = None,
+    piece_bytes: int = PIECE_BYTES,
 ) -> torch.Tensor:
-    """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. The other
-    arguments are those of `paged_attention`.
+    """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Cached heads
+    for several tokens take at most `piece_bytes` at a time. The other arguments are those of `paged_attention`.
     """
     assert choice.slots is not None
     assert choice.lens is not None
@@ -105,16 +107,16 @@ def attend_chosen(
     slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen))
     stored = k_cache.view(-1, *k_cache.shape[2:])
     parts = []
-    for rows in _pieces(0, num_tokens, slots.shape[1] * stored[0].nbytes):
+    for rows in _pieces(0, num_tokens, slots.shape[1] * stored[0].nbytes, piece_bytes):
         chosen = stored.index_select(0, slots[rows].flatten()).view(-1, block_size, *k_cache.shape[2:])
         each = _each_alone(metadata, rows, choice.lens[rows], num_blocks)
-        parts.append(kernels.paged_attention(row[rows], chosen, chosen, each, heads, None, sinks))
+        parts.append(kernels.paged_attention(row[rows], chosen, chosen, each, heads))
     return torch.cat(parts)
 
 
-def _pieces(first: int, last: int, row_bytes: int) -> Iterator[slice]:
-    """Yields slices of the rows `[first, last)` that need at most `PIECE_BYTES`, or one row, at `row_bytes` each."""
-    num_rows = max(1, PIECE_BYTES // row_bytes)
+def _pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
+    """Yields slices of the rows `[first, last)` that need at most `piece_bytes`, or one row, at `row_bytes` each."""
+    num_rows = max(1, piece_bytes // row_bytes)
     for start in range(first, last, num_rows):
         yield slice(start, min(last, start + num_rows))
 
