@@ -12,7 +12,7 @@ from manta.workers.models.variants import Variant, variants_of
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""
-_INEXACT = frozenset({Variant.STREAMS})
+_INEXACT = frozenset({Variant.STREAMS, Variant.SPARSE})
 """Variants that torch computes, with functions whose last bits differ between processors."""
 _OR = "or set exact to false"
 

@@ -20,9 +20,7 @@ REFUSED_NAMES = (
     "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma rwkv zamba zaya lfm3 "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
-    "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 "
-    # Latent attention without a native form.
-    "axk1 longcat_flash sarvam_mla "
+    "dots3_note_text hy_v4 "
     # The drafter of another model.
     "gemma4_unified_assistant "
     # A model of bytes in patches.
@@ -42,7 +40,7 @@ THROUGH_TRANSFORMERS = (
 """Model types with pictures whose text decoder has no native form and is served."""
 SERVED = (*WRAPPERS, "Mistral4ForCausalLM", *map(architecture_of, THROUGH_TRANSFORMERS.split()))
 """Architectures in transformers' table of models with pictures whose text is served."""
-CHEAP = ("gpt2", "doge", "bart", "hrm_text", "olmo_hybrid", "minimax", "exaone4_5", "musicgen", "deepseek_v32", "xlnet")
+CHEAP = ("gpt2", "doge", "bart", "hrm_text", "olmo_hybrid", "minimax", "exaone4_5", "musicgen", "hy_v4", "xlnet")
 """Model types of every run: through transformers, with replaced attention, positions or number of attentions, natively,
 with pictures, and three ways to be refused.
 """

@@ -20,6 +20,7 @@ import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.exact import check_exact
+from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
@@ -29,6 +30,7 @@ from tests.checkpoints import make_tokenizer, on_one_thread, randomise, referenc
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
+from tests.workers.sparse_cases import SPARSE_CASES
 from tests.workers.test_models import Cache, random_tokens
 
 transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
@@ -59,6 +61,7 @@ LONG_ROPE = ROPE | {
 CASES: dict[str, Case] = (
     RECURRENT_CASES
     | ATTENTION_CASES
+    | SPARSE_CASES
     | {
         "gemma2": Case(
             "Gemma2Config",
@@ -291,6 +294,13 @@ def rewritten(
     ("name", "tensor"),
     [
         ("deepseek_v3", "e_score_correction_bias"),
+        ("deepseek_v32", "indexer.wq_b"),
+        ("glm_moe_dsa", "indexer.k_norm.bias"),
+        ("glm_moe_dsa", "indexer.weights_proj"),
+        ("axk1", "post_mlp_layernorm"),
+        ("axk2", "input_layernorm.W_up"),
+        ("axk2", "post_attention_layernorm.W_down"),
+        ("longcat_flash", "mlp.experts.2.down_proj"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),
@@ -315,6 +325,7 @@ def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path:
     ("name", "extra"),
     [
         ("deepseek_v3", "model.layers.4.eh_proj.weight"),  # of the layer that drafts tokens
+        ("axk1", "model.layers.0.post_mlp_layernorm.weight"),  # of a layer with one MLP, which has no such norm
         ("gemma4", "model.layers.5.self_attn.k_proj.weight"),  # of a layer that reads those of another
     ],
 )
@@ -481,6 +492,9 @@ def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
         ("deepseek_v3", "latent attention", "tpu"),
         ("llama4", "layers that see a chunk, queries that grow", "tpu"),
         ("gemma3n", "several residual streams", "tpu"),
+        ("deepseek_v32", "attention to tokens that an indexer chooses", "tpu"),
+        ("deepseek_v32", "attention to tokens that an indexer chooses", "cuda"),
+        ("longcat_flash", "experts that return what they get", "cuda"),
         ("xlstm", "matrix memories", "cuda"),
         ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
         ("lfm2", "short convolutions", "tpu"),
@@ -510,11 +524,39 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
         check_variants(config, "tpu")
 
 
-def test_exact_refuses_what_torch_computes() -> None:
-    folder = folder_of("gemma3n")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gemma3n", "several residual streams of this Gemma3n"),
+        ("glm_moe_dsa", "attention to tokens that an indexer chooses of this GlmMoeDsa"),
+    ],
+)
+def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
+    folder = folder_of(name)
     options = ModelOptions(model=str(folder), exact=True, weights="int8")
-    with pytest.raises(ModelError, match="torch computes several residual streams of this Gemma3n"):
+    with pytest.raises(ModelError, match=f"torch computes {words}"):
         check_exact(options, "cpu", load_model_config(folder))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_rounded_cache_is_refused_where_latents_and_an_indexers_key_would_share_a_scale(dtype: str) -> None:
+    folder = folder_of("deepseek_v32")
+    options = ModelOptions(model=str(folder), kv_cache_dtype=dtype)
+    with pytest.raises(ModelError, match=f"kv_cache_dtype {dtype} is not for DeepseekV32ForCausalLM"):
+        check_kv_cache(options, "cpu", load_model_config(folder))
+
+
+def test_a_router_without_a_stored_bias_is_that_of_zeros(tmp_path: pathlib.Path) -> None:
+    """As published files of A.X K1 are."""
+    bias = "e_score_correction_bias"
+    zeros = rewritten(
+        folder_of("axk1"), tmp_path / "zeros", lambda name, each: {name: each * 0 if name.endswith(bias) else each}
+    )
+    without = rewritten(
+        folder_of("axk1"), tmp_path / "without", lambda name, each: {} if name.endswith(bias) else {name: each}
+    )
+    tokens = random_tokens(NUM_TOKENS)
+    assert torch.equal(logits_of(without, tokens), logits_of(zeros, tokens))
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

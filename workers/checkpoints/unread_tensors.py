@@ -17,7 +17,7 @@ def check_all_used(checkpoint: TensorFiles, config: ModelConfig, spec: DecoderSp
     unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
     checkpoint.check_all_used(
         but=["lm_head.weight"] if config.tie_word_embeddings else [],
-        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config)),
+        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config), *spec.unread),
         of_modules={part.name for part in _of_other_ranks(spec)},
     )
 

@@ -26,6 +26,7 @@ from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
+from manta.workers.decoders.sparse_attention import TokenChoice
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import narrowed
 from manta.workers.kernels.linears import GatedLinear
@@ -38,6 +39,7 @@ from manta.workers.kernels.weights import (
     GatedMlpWeights,
     LatentAttentionWeights,
     MixerWeights,
+    NormGateWeights,
     RecurrentWeights,
     ShortConvWeights,
     SideBySideWeights,
@@ -161,6 +163,8 @@ class Decoder:
         if config.query_growth is not None:
             growth = query_growth(config.query_growth, metadata.positions, self._kernels)
         chunks: dict[int, AttentionMetadata] = {}
+        choice = None if config.indexer is None else TokenChoice()
+        shortcut: torch.Tensor | None = None
         for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
@@ -169,6 +173,8 @@ class Decoder:
             if config.windows_are_chunks and window is not None and place is not None:
                 group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
                 window = None
+            if layer.input_gate is not None:
+                normed = self._gated(layer.input_gate, normed)
             if layer.stream_factors is not None:
                 torch.mul(normed, layer.stream_factors[0], out=residual)
             if layer.block is not None:
@@ -179,16 +185,22 @@ class Decoder:
                 kv_cache = kv_cache[2:]
             if layer.mixer is not None:
                 growing = growth if grows else None
-                update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing)
+                update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing, choice)
                 update = self._norm(update, layer.mixer_output_norm)
             if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
             elif layer.mlp is not None:
                 if layer.mixer is not None:
                     normed = self._add(update, residual, layer.mlp_norm)
+                if layer.mlp_gate is not None:
+                    normed = self._gated(layer.mlp_gate, normed)
                 if layer.stream_factors is not None:
                     torch.mul(normed, layer.stream_factors[1], out=residual)
                 update = self._mlp(layer.mlp, normed, metadata)
+                if shortcut is not None:
+                    update, shortcut = update + shortcut, None
+                if layer.shortcut is not None:
+                    shortcut = self._mlp(layer.shortcut, normed, metadata)
                 if layer.beside is not None:
                     update = self._norm(update, layer.beside.mlp_norm)
                     update = update + self._experts_beside(layer.beside, residual, metadata)
@@ -257,6 +269,11 @@ class Decoder:
         norm = self._kernels.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
         return norm(x, weight, self.config.rms_norm_eps)
 
+    def _gated(self, gate: NormGateWeights, normed: torch.Tensor) -> torch.Tensor:
+        """Returns a norm's result times its gate."""
+        gates = gate.up.forward(gate.down.forward(normed))
+        return (normed * self._kernels.recurrent.sigmoid(gates.float())).to(normed.dtype)
+
     def _add(self, update: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
         """Adds to the residual stream in place. Returns what the next part reads: its norm, or the stream itself."""
         if self.config.residual_scale != 1:
@@ -275,9 +292,10 @@ class Decoder:
         heads: HeadShape,
         sliding_window: int | None,
         growth: torch.Tensor | None,
+        choice: TokenChoice | None,
     ) -> torch.Tensor:
         if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
-            return self._attend(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, growth)
+            return self._attend(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, growth, choice)
         if isinstance(mixer, SideBySideWeights):
             own = cache[:2]
             attended = self._attend(mixer.attention, normed, cos_sin, metadata, own, heads, sliding_window, growth)
@@ -307,14 +325,15 @@ class Decoder:
         heads: HeadShape,
         sliding_window: int | None,
         growth: torch.Tensor | None,
+        choice: TokenChoice | None = None,
     ) -> torch.Tensor:
         k_cache, v_cache = kv_cache
         eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
             assert self.config.latent is not None
             shape = self.config.latent
-            caches = k_cache, v_cache
-            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, self._kernels, growth)
+            caches, kernels = (k_cache, v_cache), self._kernels
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, kernels, growth, choice)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.value_dim is not None:
             qkv = _filled_up(qkv, heads, attention.value_dim)

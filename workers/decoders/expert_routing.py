@@ -29,4 +29,8 @@ def run_experts(
         if experts.shared_gate is not None:
             result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float()))
         total += result
-    return experts.join(total.to(x.dtype))
+    joined = experts.join(total.to(x.dtype))
+    if not experts.config.num_identity:
+        return joined
+    kept = (shares * (chosen >= experts.config.num_computing)).cumsum(-1)[:, -1:]
+    return joined + (x.float() * kept).to(x.dtype)

@@ -184,7 +184,8 @@ def _doge(module: Any, attend: Attend, hidden_states: torch.Tensor, *, position_
     rotated = _functions(module).apply_rotary_pos_emb(module.q_norm(query), module.k_norm(key), *position_embeddings)
     time_steps = F.softplus(module.dt_proj(value.transpose(1, 2).flatten(2)))
     bias = torch.exp(module.A * time_steps)[0].t().float()
-    attended = attend(*rotated, value, module.scaling, module.config.sliding_window, key_bias=bias)
+    query, key = rotated
+    attended = attend(query, key, value, module.scaling, module.config.sliding_window, key_bias=bias)
     return module.o_proj(attended.flatten(2)), None
 
 

@@ -15,7 +15,7 @@ import torch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
@@ -139,6 +139,20 @@ class RecurrentWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class IndexerWeights:
+    """The weights of `IndexerSpec`."""
+
+    shape: IndexerShape
+    queries: Linear
+    keys: Linear
+    key_norm: torch.Tensor
+    """float32 [head_dim], as is `key_bias`."""
+    key_bias: torch.Tensor
+    shares: Linear
+    """hidden -> num_heads, in float32."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LatentAttentionWeights:
     """The weights of `LatentAttentionSpec`. The two weights between latent vectors and heads are laid out for cached
     tokens (`workers/decoders/latent_attention.py`).
@@ -153,6 +167,8 @@ class LatentAttentionWeights:
     values: torch.Tensor
     """[num_heads, head_dim, value_dim]: from attended cached tokens to a head's values."""
     output: Linear
+    indexer: IndexerWeights | None = None
+    """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -254,6 +270,15 @@ class StreamsWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class NormGateWeights:
+    """The weights of `NormGateSpec`."""
+
+    down: Linear
+    """hidden -> rank, with its activation."""
+    up: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerInputWeights:
     """The weights of `LayerInputSpec`."""
 
@@ -289,6 +314,9 @@ class LayerWeights:
     """Factor on the residual stream after the layer."""
     block: SharedBlockWeights | None = None
     updates: UpdatesWeights | None = None
+    shortcut: ExpertsWeights | None = None
+    input_gate: NormGateWeights | None = None
+    mlp_gate: NormGateWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -40,7 +40,7 @@ def experts(
             _stacked_expert(config, f"{prefix}.experts", expert, are_rows)
             if are_stacked
             else _expert(config, f"{prefix}.experts.{expert}", names, are_fused)
-            for expert in range(sizes.num_experts)
+            for expert in range(sizes.num_computing)
         ),
         choice_bias=choice_bias and f"{prefix}.{choice_bias}",
         shared=llama.mlp(config, f"{prefix}.{shared}", inner) if inner else None,

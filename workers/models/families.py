@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from manta.workers.models import (
+    axk1,
+    axk2,
     bamba,
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     falcon_h1,
     falcon_mamba,
     gemma2,
@@ -20,6 +23,7 @@ from manta.workers.models import (
     glm4_moe,
     glm4_moe_lite,
     glm4v,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -29,6 +33,7 @@ from manta.workers.models import (
     lfm2_moe,
     llama,
     llama4,
+    longcat_flash,
     mamba,
     mamba2,
     mimo_v2,
@@ -117,6 +122,11 @@ _MODULES: tuple[Family, ...] = (
     minimax,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
+    glm_moe_dsa,
+    axk1,
+    axk2,
+    longcat_flash,
     glm4_moe_lite,
     minicpm3,
     youtu,
@@ -133,8 +143,11 @@ _MODULES: tuple[Family, ...] = (
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""
 
-OTHER_MODEL_TYPES = ("exaone", "sarvam_mla", "sarvam_moe")
+OTHER_MODEL_TYPES = ("exaone", "sarvam_moe")
 """Values of `model_type` whose checkpoints name the architecture of a native family, and name its tensors otherwise."""
+
+OTHER_NAMES = {"SarvamMLAForCausalLM": "DeepseekV3ForCausalLM"}
+"""Architectures that published configurations name, and those of the native families that they are."""
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

@@ -70,6 +70,13 @@ class RawValue(NamedTuple):
             raise self.refused(str(least) if least == most else f"an integer from {least} to {most}")
         return value
 
+    def even(self, default: int) -> int:
+        """Returns an even integer from 2."""
+        number = self.whole(default)
+        if number % 2:
+            raise self.refused(f"an even number instead of {number}")
+        return number
+
     def wholes(self, least: int = 1) -> tuple[int, ...]:
         """Returns a list of integers."""
         return tuple(item.whole(least=least) for item in self.items())

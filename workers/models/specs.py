@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from manta.workers.models.model_config import IndexerShape
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.row_places import ExpertRows, HeadOrder, HeadPiece, TailOrder
 
@@ -228,6 +229,24 @@ class RecurrentSpec(NamedTuple):
             yield from pieces
 
 
+class IndexerSpec(NamedTuple):
+    """The part of latent attention that chooses tokens, whose sizes are in `shape`. Each rank has all of it."""
+
+    shape: IndexerShape
+    queries: LinearSpec
+    """The linear from the queries' latent vector to the queries of all of its heads."""
+    keys: LinearSpec
+    """The linear from hidden states to the key."""
+    key_norm: NormSpec
+    key_bias: TensorSpec
+    """[head_dim]: what is added to the normed key."""
+    shares: LinearSpec
+    """The linear from hidden states to a number for each head."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.queries, self.keys, self.shares)
+
+
 class LatentAttentionSpec(NamedTuple):
     """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
 
@@ -243,20 +262,27 @@ class LatentAttentionSpec(NamedTuple):
     expansion: LinearSpec
     """The linear from the cached latent vector to the unrotated keys of all heads, then to their values."""
     output: LinearSpec
+    indexer: IndexerSpec | None = None
+    """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.inputs
         if self.queries is not None:
             yield self.queries
         yield from (self.expansion, self.output)
+        if self.indexer is not None:
+            yield from self.indexer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         if self.query_norm is not None:
             yield self.query_norm
         yield self.latent_norm
+        if self.indexer is not None:
+            yield self.indexer.key_norm
 
     def tensors(self) -> Iterator[TensorSpec]:
-        yield from ()
+        if self.indexer is not None:
+            yield self.indexer.key_bias
 
 
 class SideBySideSpec(NamedTuple):
@@ -304,6 +330,8 @@ class ExpertsSpec(NamedTuple):
     experts: tuple[GatedMlpSpec, ...]
     choice_bias: str | None = None
     """The tensor [num_experts] that is added to the scores for the choice alone (DeepSeek-V3)."""
+    may_lack_choice_bias: bool = False
+    """Whether checkpoints without this tensor are served, as if it were zeros (A.X K1)."""
     shared: GatedMlpSpec | None = None
     """The expert that computes every token."""
     shared_gate: LinearSpec | None = None
@@ -422,6 +450,16 @@ class StreamsSpec(NamedTuple):
     gather: tuple[LinearSpec, ...]
 
 
+class NormGateSpec(NamedTuple):
+    """Numbers computed of a norm's result, whose sigmoids multiply it (A.X K2): `x * sigmoid(up(silu(down(x))))`."""
+
+    down: LinearSpec
+    up: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from self
+
+
 class LayerInputSpec(NamedTuple):
     """The part that a layer adds to the residual stream after its MLP (Gemma 4):
     `norm(projection(activation(gate(stream)) * input))`, where the input is the layer's own.
@@ -473,6 +511,15 @@ class LayerSpec(NamedTuple):
     """The block before the mixer, which has the norm before it; None for none."""
     updates: UpdatesSpec | None = None
     """The updates of several residual streams; None in families with one."""
+    shortcut: ExpertsSpec | None = None
+    """Experts that read what the MLP reads, and whose result is added after the next layer's MLP (LongCat-Flash)."""
+    input_gate: NormGateSpec | None = None
+    """The gate on the result of `input_norm`, and that on `mlp_norm`'s; None for none."""
+    mlp_gate: NormGateSpec | None = None
+
+    @property
+    def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
+        return self.input_gate, self.mlp_gate
 
     @property
     def attention(self) -> AttentionSpec:
@@ -492,7 +539,8 @@ class LayerSpec(NamedTuple):
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.updates):
+        others = self.updates, self.shortcut, *self.norm_gates
+        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, *others):
             if part is not None:
                 yield from part.linears()
 
@@ -515,6 +563,8 @@ class DecoderSpec(NamedTuple):
     """Inputs that each layer has of its own; None in families without them."""
     streams: StreamsSpec | None = None
     """The linears around several residual streams; None in families with one."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that checkpoints may have and no token needs."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

@@ -36,10 +36,13 @@ class TextFamily(NamedTuple):
 
 
 TEXT_FAMILIES = {
+    "axk1": TextFamily("AXK1ForCausalLM", Sizes(163840, 7168, 18432, 61, 64, None, 32768)),
+    "axk2": TextFamily("AXK2ForCausalLM", Sizes(163840, 2048, 5120, 48, 32, None, 131072)),
     "bamba": TextFamily("BambaForCausalLM", Sizes(128000, 4096, 14336, 32, 32, 8, 262144)),
     "cohere2": TextFamily("Cohere2ForCausalLM", Sizes(256000, 8192, 22528, 40, 64, None, 8192)),
     "deepseek_v2": TextFamily("DeepseekV2ForCausalLM", Sizes(102400, 4096, 11008, 32, 32, None, 2048)),
     "deepseek_v3": TextFamily("DeepseekV3ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 4096)),
+    "deepseek_v32": TextFamily("DeepseekV32ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 163840)),
     "emu3_text_model": TextFamily(
         "LlamaForCausalLM", Sizes(184622, 4096, 14336, 32, 32, 8, 9216), {"rms_norm_eps": 1e-05, "rope_theta": 1e6}
     ),
@@ -58,6 +61,7 @@ TEXT_FAMILIES = {
     "glm4": TextFamily("Glm4ForCausalLM", Sizes(151552, 4096, 13696, 40, 32, 2, 131072)),
     "glm4_moe": TextFamily("Glm4MoeForCausalLM", Sizes(151552, 4096, 10944, 46, 96, 8, 131072)),
     "glm4_moe_lite": TextFamily("Glm4MoeLiteForCausalLM", Sizes(154880, 2048, 10240, 47, 20, None, 202752)),
+    "glm_moe_dsa": TextFamily("GlmMoeDsaForCausalLM", Sizes(154880, 6144, 12288, 78, 64, None, 202752)),
     "glm4v_moe_text": TextFamily("Glm4MoeForCausalLM", Sizes(151424, 4096, 10944, 46, 96, 8, 65536)),
     "glm4v_text": TextFamily("Glm4vTextModel", Sizes(151552, 4096, 13696, 40, 32, 2, 32768)),
     "glm_ocr_text": TextFamily(
@@ -103,6 +107,7 @@ TEXT_FAMILIES = {
     "lfm2_moe": TextFamily("Lfm2MoeForCausalLM", Sizes(65536, 2048, 7168, 32, 32, 8, 128000)),
     "llama": TextFamily("LlamaForCausalLM", Sizes(32000, 4096, 11008, 32, 32, None, 2048)),
     "llama4_text": TextFamily("Llama4ForCausalLM", Sizes(202048, 5120, 8192, 48, 40, 8, 131072)),
+    "longcat_flash": TextFamily("LongcatFlashForCausalLM", Sizes(131072, 6144, None, None, 64, None, 131072)),
     "mamba": TextFamily("MambaForCausalLM", Sizes(50280, 768, None, 32, None, None, None)),
     "mamba2": TextFamily("Mamba2ForCausalLM", Sizes(32768, 4096, None, 64, None, None, None)),
     "mimo_v2_flash": TextFamily("MiMoV2FlashForCausalLM", Sizes(152576, 4096, 16384, 48, 64, 4, 131072)),

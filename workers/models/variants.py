@@ -30,12 +30,16 @@ class Variant(enum.Enum):
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
     EXPERTS_BESIDE = "experts beside an MLP"
+    SHORTCUT = "experts whose result is added a layer later"
+    IDENTITY = "experts that return what they get"
     OTHER_ROUTERS = "routers other than a softmax over the experts"
+    GATED_NORMS = "gates on the results of norms"
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     MATRIX_MEMORY = "matrix memories"
     LATENT = "latent attention"
+    SPARSE = "attention to tokens that an indexer chooses"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
     LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
@@ -51,20 +55,24 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": frozenset({Variant.MATRIX_MEMORY}),
+    "cuda": frozenset({Variant.MATRIX_MEMORY, Variant.SPARSE, Variant.IDENTITY}),
     "tpu": frozenset(
         {
             Variant.LATENT,
+            Variant.SPARSE,
             Variant.CHUNKS,
             Variant.QUERY_GROWTH,
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
             Variant.EXPERTS_BESIDE,
+            Variant.SHORTCUT,
+            Variant.IDENTITY,
             Variant.NORMED_STREAM,
             Variant.SHORT_CONV,
             Variant.RECURRENT,
             Variant.MATRIX_MEMORY,
+            Variant.GATED_NORMS,
             Variant.GATED_ATTENTION,
             Variant.OTHER_ROUTERS,
         }
@@ -92,9 +100,13 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.EXPERTS_BESIDE: any(layer.beside is not None for layer in layers),
+        Variant.SHORTCUT: any(layer.shortcut is not None for layer in layers),
+        Variant.IDENTITY: config.experts is not None and config.experts.num_identity > 0,
         Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
+        Variant.GATED_NORMS: config.norm_gate_rank > 0,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
+        Variant.SPARSE: config.indexer is not None,
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),

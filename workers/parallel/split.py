@@ -163,6 +163,7 @@ def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
         mlp=None if mlp is None else _split_outputs_of_mlp(mlp),
         beside=None if beside is None else beside._replace(experts=_split_outputs_of_experts(beside.experts)),
         block=None if block is None else _split_outputs_of_block(block),
+        shortcut=None if layer.shortcut is None else _split_outputs_of_experts(layer.shortcut),
     )
 
 

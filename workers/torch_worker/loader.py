@@ -42,6 +42,7 @@ from manta.workers.kernels.weights import (
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    IndexerWeights,
     LatentAttentionWeights,
     LayerInputsWeights,
     LayerInputWeights,
@@ -49,6 +50,7 @@ from manta.workers.kernels.weights import (
     Linear,
     LinearWeight,
     MixerWeights,
+    NormGateWeights,
     RecurrentWeights,
     RowNorm,
     SharedBlockWeights,
@@ -65,6 +67,7 @@ from manta.workers.models.specs import (
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerInputSpec,
     LayerInputsSpec,
@@ -360,6 +363,8 @@ class _WeightLoader:
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             None if spec.updates is None else self._updates(spec.updates),
+            None if spec.shortcut is None else self._experts(spec.shortcut),
+            *(None if gate is None else NormGateWeights(*map(self._linear, gate)) for gate in spec.norm_gates),
         )
 
     def _scalar(self, name: str) -> float:
@@ -397,11 +402,17 @@ class _WeightLoader:
             config,
             router,
             experts,
-            (lambda total: total) if self._exact else self._group.all_reduce,
-            None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
+            (lambda total: total) if self._exact or spec.experts[0].down.gathers else self._group.all_reduce,
+            self._choice_bias(spec),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
+
+    def _choice_bias(self, spec: ExpertsSpec) -> torch.Tensor | None:
+        name = spec.choice_bias
+        if name is None or (spec.may_lack_choice_bias and name not in self._checkpoint):
+            return None
+        return self._of_experts(name)
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
         """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
@@ -430,7 +441,8 @@ class _WeightLoader:
         assert shape is not None
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
-        keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
+        keys, values = cached_layout(expansion, shape, self._config.head_dim)
         if self._exact:
             values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
@@ -441,9 +453,21 @@ class _WeightLoader:
             keys=self._platform.place_weight(keys, self._dtype),
             values=self._platform.place_weight(values, self._dtype),
             output=self._adapted(spec.output),
+            indexer=None if spec.indexer is None else self._indexer(spec.indexer),
         )
         self._checkpoint.release()
         return weights
+
+    def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
+        norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
+        return IndexerWeights(
+            spec.shape,
+            self._adapted(spec.queries),
+            self._adapted(spec.keys),
+            self._tensor(norm),
+            self._tensor(spec.key_bias),
+            self._plain_linear(spec.shares),
+        )
 
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
