@@ -68,11 +68,6 @@ async def test_every_adapter_is_a_model_beside_its_base() -> None:
             assert answer["choices"][0]["token_ids"] == made().greedy(PROMPT, name, NUM_TOKENS)
             assert answer["model"] == (name or server.model)
         assert (await ask(server, "other:third"))["model"] == "third", "none of several is left out"
-        decided = {model: await decide(server, model) for model in (server.model, "first", "other:first")}
-        assert [each["model"] for each in decided.values()] == [server.model, "first", "first"]
-        alone, first, again = (each["answers"][0]["probability"] for each in decided.values())
-        assert again == pytest.approx(first, abs=1e-6)
-        assert alone != pytest.approx(first, abs=1e-6)
         _, listed = await server.get("/v1/models")
         cards = {card["id"]: card for card in json.loads(listed)["data"]}
         assert list(cards) == [server.model, "other", *NAMES]
@@ -82,6 +77,11 @@ async def test_every_adapter_is_a_model_beside_its_base() -> None:
         assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
         assert await server.metric('manta:adapter_requests_total{adapter="first"') == 1
         assert await server.metric('manta:adapter_requests_total{adapter=""') == 2
+        decided = {model: await decide(server, model) for model in (server.model, "first", "other:first")}
+        assert [each["model"] for each in decided.values()] == [server.model, "first", "first"]
+        alone, first, again = (each["answers"][0]["probability"] for each in decided.values())
+        assert again == pytest.approx(first, abs=1e-6)
+        assert alone != pytest.approx(first, abs=1e-6)
 
 
 @async_test

@@ -190,8 +190,8 @@ class Fleet:
         await self._looking()
 
     async def _look(self) -> None:
-        served, leaving = await asyncio.to_thread(self._told)
-        told = {each.model.model_name: each for each in served}
+        models, leaving = await asyncio.to_thread(self._told)
+        told = {each.model.model_name: each for each in models}
         self._table.let_leave(leaving)
         for name in self._members.keys() - told.keys():
             self._remove(name)
