@@ -54,6 +54,7 @@ def observe_windows(model: Any, num_positions: int) -> Windows:
     Raises `ModelError` if a token sees anything else than the last positions.
     """
     windows: Windows = []
+    refusals: list[ModelError] = []
 
     def attend(
         module: Any,
@@ -66,11 +67,18 @@ def observe_windows(model: Any, num_positions: int) -> Windows:
     ) -> tuple[torch.Tensor, None]:
         if attention_mask is None and not getattr(module, "is_causal", True):
             raise ModelError(f"{type(module).__name__} attends otherwise than causally")
-        windows.append(sliding_window if attention_mask is None else _window_of(attention_mask, module))
+        window = sliding_window if attention_mask is None else _window_of(attention_mask, module)
+        if window is not None and window < 0:
+            raise refusals[-window - 1]
+        windows.append(window)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
     def describe(*_: Any, mask_function: Callable[..., torch.Tensor], **named: Any) -> torch.Tensor:
-        return torch.full((1, 1, 1, 1), _read_window(mask_function, num_positions) or 0)
+        try:
+            return torch.full((1, 1, 1, 1), _read_window(mask_function, num_positions) or 0)
+        except ModelError as error:  # no matter if no layer reads this mask, as that of an encoder that is not there
+            refusals.append(error)
+            return torch.full((1, 1, 1, 1), -len(refusals))
 
     transformers.AttentionInterface.register(_OBSERVED, attend)
     transformers.AttentionMaskInterface.register(_OBSERVED, describe)
@@ -122,7 +130,7 @@ def _is_longer(value: Any) -> bool:
 
 
 def _window_of(mask: torch.Tensor, module: Any) -> int | None:
-    """Returns the window that `describe` wrote in place of a mask."""
+    """Returns what `describe` wrote in place of a mask: its window, or the negative number of a refusal."""
     if mask.shape != (1, 1, 1, 1) or mask.dtype != torch.int64:
         raise ModelError(f"{type(module).__name__} is not supported: it makes attention masks of its own")
     return int(mask) or None
