@@ -93,7 +93,7 @@ OWN: dict[str, dict[str, Any]] = {
     "marian": _ALONE,
     "mbart": _ALONE,
     "mvp": _ALONE,
-    "pegasus": _ALONE,
+    "pegasus": _ALONE | {"encoder_layers": NUM_LAYERS},  # transformers' cache has a layer for each of the encoder's
     "plbart": _ALONE,
     "whisper": _ALONE,
     "prophetnet": {"is_encoder_decoder": False},
