@@ -93,7 +93,8 @@ OWN: dict[str, dict[str, Any]] = {
     "marian": _ALONE,
     "mbart": _ALONE,
     "mvp": _ALONE,
-    "pegasus": _ALONE | {"encoder_layers": NUM_LAYERS},  # transformers' cache has a layer for each of the encoder's
+    # transformers' cache has a layer for each of the encoder's, and its last token is the end unless told otherwise.
+    "pegasus": _ALONE | {"encoder_layers": NUM_LAYERS, "forced_eos_token_id": None},
     "plbart": _ALONE,
     "whisper": _ALONE,
     "prophetnet": {"is_encoder_decoder": False},

@@ -1,4 +1,4 @@
-"""Values of configurations' keys for `test_config_keys.py`, and what is refused there, of families with latent attention
+"""Values of configurations' keys for `test_config_keys.py`, and what it refuses: those of families with latent attention
 or DeepSeek's experts.
 """
 
