@@ -1,5 +1,5 @@
-"""Values of configurations' keys for `test_config_keys.py`, and what it refuses: those of families with latent attention
-or DeepSeek's experts.
+"""Values of configurations' keys for `test_config_keys.py`, and what it refuses: those of families with latent
+attention or DeepSeek's experts.
 """
 
 from __future__ import annotations
