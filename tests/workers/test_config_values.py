@@ -75,6 +75,7 @@ SAID_OTHERWISE = {
             "use_mem_eff_path",
         )
     ),
+    *(("ZambaForCausalLM", key) for key in ("attention_hidden_size", "time_step_min")),
     *(
         ("xLSTMForCausalLM", key)
         for key in (

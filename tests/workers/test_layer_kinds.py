@@ -196,6 +196,7 @@ SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
     "cohere2": {"logit_scale": 1.0},
+    "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
 """Features that change logits and no greedy token."""
 NOT_GENERATED = ("lfm2, convolutions only",)

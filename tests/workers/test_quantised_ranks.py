@@ -122,6 +122,10 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "llama4": {"intermediate_size_mlp": 96},
     "xlstm": {},
     "zamba2": {},
+    "bailing_hybrid": {},
+    "lara_mini": {"shared_expert_intermediate_size": 64},
+    "lfm3": {},
+    "recurrent_gemma": {"intermediate_size": 128},
 }
 
 

@@ -194,6 +194,10 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
                 "mamba2",
                 "lfm2",
                 "olmo_hybrid",
+                "bailing_hybrid",
+                "lara_mini",
+                "lfm3",
+                "recurrent_gemma",
                 "gemma4",
                 "gemma4, experts",
             )
@@ -468,6 +472,11 @@ def test_unsplittable_sizes_are_refused_early(sizes: dict[str, int], num_ranks: 
     folder = checkpoint("llama", **sizes)
     with pytest.raises(ModelError, match=words):
         make_worker(str(folder), num_ranks)
+
+
+def test_heads_that_select_for_themselves_are_not_split() -> None:
+    with pytest.raises(ModelError, match=r"2 ranks cannot split the 2 heads of Mamba of this Zamba.* to one of 1$"):
+        make_worker(str(folder_of("zamba")), 2)
 
 
 @pytest.mark.parametrize(("family", "name"), [("gpt_neox", "GPTNeoX"), ("falcon", "Falcon"), ("bloom", "Bloom")])

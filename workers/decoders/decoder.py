@@ -20,6 +20,7 @@ from manta.workers.decoders.alternating_updates import (
     spread_streams,
 )
 from manta.workers.decoders.expert_routing import run_experts
+from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
@@ -337,8 +338,7 @@ class Decoder:
         if attention.value_dim is not None:
             attended = attended.unflatten(-1, (-1, heads.head_dim))[..., : attention.value_dim].flatten(1)
         if attention.gate is not None:
-            gates = self._kernels.recurrent.sigmoid(attention.gate.forward(normed, metadata).float())
-            attended = (attended * gates).to(attended.dtype)
+            attended = gated_heads(attended, attention.gate.forward(normed, metadata), self._kernels)
         return attention.output.forward(attended, metadata)
 
     def _experts_beside(

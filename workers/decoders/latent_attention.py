@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import LatentAttentionWeights
@@ -64,8 +65,10 @@ def attend_latent(
     if growth is not None:
         row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
     attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
-    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values)
-    return weights.output.forward(values.flatten(1), metadata)
+    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)
+    if weights.gate is not None:
+        values = gated_heads(values, weights.gate.forward(normed, metadata), kernels)
+    return weights.output.forward(values, metadata)
 
 
 def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:

@@ -109,7 +109,9 @@ class AttentionWeights:
     value_dim: int | None = None
     """Width of a value, which is filled up with zeros to that of a key; None in families in which both are equal."""
     gate: Linear | None = None
-    """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
+    """hidden -> num_heads * head_dim, or num_heads, whose sigmoids multiply the attended values; None in families
+    without.
+    """
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -153,6 +155,8 @@ class LatentAttentionWeights:
     values: torch.Tensor
     """[num_heads, head_dim, value_dim]: from attended cached tokens to a head's values."""
     output: Linear
+    gate: Linear | None = None
+    """hidden -> num_heads, whose sigmoids multiply the heads' values; None in families without."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

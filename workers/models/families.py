@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from manta.workers.models import (
+    bailing_hybrid,
     bamba,
     cohere2,
     deepseek_v2,
@@ -25,8 +26,10 @@ from manta.workers.models import (
     granite_hybrid,
     jamba,
     kimi_linear,
+    lara_mini,
     lfm2,
     lfm2_moe,
+    lfm3,
     llama,
     llama4,
     mamba,
@@ -49,11 +52,13 @@ from manta.workers.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    recurrent_gemma,
     seed_oss,
     smollm3,
     vaultgemma,
     xlstm,
     youtu,
+    zamba,
     zamba2,
 )
 from manta.workers.models.model_config import ModelConfig
@@ -102,9 +107,11 @@ _MODULES: tuple[Family, ...] = (
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    lara_mini,
     gpt_oss,
     lfm2,
     lfm2_moe,
+    lfm3,
     bamba,
     granite_hybrid,
     falcon_h1,
@@ -114,6 +121,7 @@ _MODULES: tuple[Family, ...] = (
     mamba,
     falcon_mamba,
     kimi_linear,
+    bailing_hybrid,
     minimax,
     deepseek_v2,
     deepseek_v3,
@@ -127,6 +135,8 @@ _MODULES: tuple[Family, ...] = (
     llama4,
     gemma3n,
     gemma4,
+    recurrent_gemma,
+    zamba,
     zamba2,
     xlstm,
 )

@@ -65,7 +65,7 @@ def _rotated(shape: LatentShape, ropes_whole_queries: bool) -> tuple[int, float,
 
 def _read_query_rank(raw: RawConfig, usual: int | None) -> int | None:
     value = raw["q_lora_rank"]
-    if usual is None or (value.is_given and value.value is None):
+    if value.value is None and (usual is None or value.is_given):
         return None
     return value.whole(usual)
 
@@ -87,10 +87,11 @@ def _stretch(rope: RopeConfig) -> float:
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Returns Llama's layer with latent attention."""
-    return llama.layer(config, index)._replace(mixer=_attention(config, f"model.layers.{index}.self_attn"))
+    return llama.layer(config, index)._replace(mixer=attention(config, f"model.layers.{index}.self_attn"))
 
 
-def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
+def attention(config: ModelConfig, prefix: str, output: str = "o_proj") -> LatentAttentionSpec:
+    """Returns latent attention below `prefix`, whose linear to the residual stream has the name `output`."""
     shape = config.latent
     assert shape is not None
     hidden, query_dim = config.hidden_size, shape.plain_dim + shape.rope_dim
@@ -107,14 +108,14 @@ def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
         query_norm = NormSpec(f"{prefix}.q_a_layernorm", shape.query_rank)
         part = WeightPart(f"{prefix}.q_b_proj", size, Split.QUERY_HEADS, query_order)
         queries = LinearSpec((part,), shape.query_rank)
-    output = WeightPart(f"{prefix}.o_proj", hidden)
+    to = WeightPart(f"{prefix}.{output}", hidden)
     return LatentAttentionSpec(
         inputs=LinearSpec((first, cached), hidden, config.qkv_bias),
         query_norm=query_norm,
         queries=queries,
         latent_norm=NormSpec(f"{prefix}.kv_a_layernorm", shape.kv_rank),
         expansion=LinearSpec(_expansion(config, shape, prefix), shape.kv_rank),
-        output=LinearSpec((output,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
+        output=LinearSpec((to,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
     )
 
 

@@ -218,13 +218,13 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of attention and an MLP that several layers share (Zamba 2)."""
+    """Blocks of attention and an MLP that several layers share (Zamba)."""
 
     owners: tuple[int | None, ...]
     """The layer under whose name the checkpoint has the block of each layer; None for a layer without one."""
-    rank: int
-    """The rank of what each layer adds to the weights of its block."""
-    adapts_attention: bool
+    rank: int = 0
+    """The rank of what each layer adds to the weights of its block; 0 for nothing."""
+    adapts_attention: bool = False
     """Whether layers add to the weights of attention too."""
 
 
@@ -319,6 +319,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A factor on queries that grows with their position; None for none."""
     has_head_norms: bool = False
     """Whether a family whose checkpoints may have norms over each query and key head has them."""
+    has_head_gates: bool = False
+    """Whether a family whose checkpoints may have a gate for each head of attention has them."""
+    has_output_norms: bool = False
+    """Whether a family whose checkpoints may have norms after mixer and MLP has them."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None

@@ -59,7 +59,7 @@ def with_states(config: ModelConfig, kinds: Sequence[str], shape: RecurrentShape
         config,
         recurrent=shape,
         layer_states=tuple(state if kind == LINEAR else None for kind in kinds),
-        layer_attends=tuple(kind == FULL for kind in kinds),
+        layer_attends=tuple(kind != LINEAR for kind in kinds),
         num_trial_layers=trial_layers(kinds),
     )
 

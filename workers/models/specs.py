@@ -157,7 +157,9 @@ class AttentionSpec(NamedTuple):
     and has no value.
     """
     gate: LinearSpec | None = None
-    """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
+    """The linear from hidden states to numbers whose sigmoids multiply the attended values: one for each value
+    (Qwen3-Next), or one for each head (LFM3).
+    """
     v_norm: NormSpec | None = None
     """Norm of each value head over its dimension (Gemma 4)."""
     value_dim: int | None = None
@@ -243,12 +245,12 @@ class LatentAttentionSpec(NamedTuple):
     expansion: LinearSpec
     """The linear from the cached latent vector to the unrotated keys of all heads, then to their values."""
     output: LinearSpec
+    gate: LinearSpec | None = None
+    """The linear from hidden states to a number for each head, whose sigmoid multiplies its values; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
-        yield self.inputs
-        if self.queries is not None:
-            yield self.queries
-        yield from (self.expansion, self.output)
+        linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
+        yield from (linear for linear in linears if linear is not None)
 
     def norms(self) -> Iterator[NormSpec]:
         if self.query_norm is not None:
@@ -354,7 +356,7 @@ class LowRankSpec(NamedTuple):
 
 
 class SharedBlockSpec(NamedTuple):
-    """Attention and an MLP before a layer's mixer (Zamba 2). They read the residual stream and the embedding, one after
+    """Attention and an MLP before a layer's mixer (Zamba). They read the residual stream and the embedding, one after
     the other, and their result is added to what the mixer reads. Several layers share all weights but low-rank ones.
     """
 
@@ -365,7 +367,8 @@ class SharedBlockSpec(NamedTuple):
     mlp_norm: NormSpec
     mlp: GatedMlpSpec
     """The MLP, whose linear to gates and what they let through has no activation."""
-    mlp_adapter: LowRankSpec
+    mlp_adapter: LowRankSpec | None
+    """The low-rank part of that linear; None for none."""
     result: LinearSpec
     """The layer's own linear from the MLP's result to what is added."""
     mixer_norm: NormSpec

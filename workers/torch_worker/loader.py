@@ -216,7 +216,7 @@ def _unread(config: ModelConfig) -> list[str]:
     """
     if config.shared_blocks is not None:
         owners = enumerate(config.shared_blocks.owners)
-        return [f"model.layers.{layer}.shared_transformer." for layer, owner in owners if owner not in (None, layer)]
+        return [f"model.layers.{layer}.shared_transf" for layer, owner in owners if owner not in (None, layer)]
     readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
     names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
     if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
@@ -324,9 +324,7 @@ class _WeightLoader:
         )
 
     def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
-        qkv = self._of_block(spec.attention.qkv)
-        if spec.attention_adapter is not None:
-            qkv = self._with_low_rank(qkv, spec.attention_adapter)
+        qkv = self._with_low_rank(self._of_block(spec.attention.qkv), spec.attention_adapter)
         gate_up = self._with_low_rank(self._of_block(spec.mlp.gated), spec.mlp_adapter)
         return SharedBlockWeights(
             self._norm(spec.input_norm),
@@ -343,7 +341,9 @@ class _WeightLoader:
             self._of_blocks[spec] = self._linear(spec)
         return self._of_blocks[spec]
 
-    def _with_low_rank(self, linear: Linear, spec: LowRankSpec) -> Linear:
+    def _with_low_rank(self, linear: Linear, spec: LowRankSpec | None) -> Linear:
+        if spec is None:
+            return linear
         return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
 
     def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
@@ -447,6 +447,7 @@ class _WeightLoader:
             keys=self._platform.place_weight(keys, self._dtype),
             values=self._platform.place_weight(values, self._dtype),
             output=self._adapted(spec.output),
+            gate=None if spec.gate is None else self._adapted(spec.gate),
         )
         self._checkpoint.release()
         return weights
