@@ -75,6 +75,7 @@ OTHERS = (
     "lfm3",
     "recurrent_gemma",
     "zamba",
+    "zaya",
 )
 """More families with these mixers, or with other parts that are compiled for `exact` alone."""
 KINDS = [*MIXERS, *(pytest.param(kind, marks=pytest.mark.prove) for kind in OTHERS)]

@@ -29,6 +29,7 @@ KINDS = (
     "lfm3",
     "recurrent_gemma",
     "zamba",
+    "zaya",
 )
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

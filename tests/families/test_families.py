@@ -18,7 +18,7 @@ REFUSED_NAMES = (
     # Attention in code of transformers' own that nothing here replaces.
     "big_bird cpmant gpt_neox_japanese megatron-bert openai-gpt reformer rembert roformer rwkv trocr xlm xlnet "
     # Recurrent states without a native form.
-    "deepseek_v4 qwen4_exp qwen4_exp_text zaya "
+    "deepseek_v4 qwen4_exp qwen4_exp_text "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
     "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 "

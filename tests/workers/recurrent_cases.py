@@ -360,6 +360,35 @@ RECURRENT_CASES: dict[str, Case] = {
         },
         {"positions": {"use_mem_rope": False}},
     ),
+    "zaya": Case(
+        "ZayaConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "router_hidden_size": 24,
+            "cca_time0": 2,
+            "cca_time1": 3,
+            "head_dim": 16,
+            "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "hybrid": ROPE | {"partial_rotary_factor": 0.5},
+                "hybrid_sliding": ROPE | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        },
+        {
+            "window": {"sliding_window": 4096},
+            "local rope": {
+                "rope_parameters": {
+                    kind: ROPE | {"partial_rotary_factor": 0.5} for kind in ("hybrid", "hybrid_sliding")
+                }
+            },
+            "partial rotation": {
+                "rope_parameters": {"hybrid": ROPE, "hybrid_sliding": ROPE | {"rope_theta": 100.0}},
+            },
+        },
+    ),
     "xlstm": Case("xLSTMConfig", {"num_heads": 4}, {"capped gates": {"gate_soft_cap": 0.3}}),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",

@@ -212,6 +212,8 @@ def set_buffers(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("balancing_biases"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
 
@@ -483,6 +485,7 @@ def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
         ("llama4", "layers that see a chunk, queries that grow", "tpu"),
         ("gemma3n", "several residual streams", "tpu"),
         ("xlstm", "matrix memories", "cuda"),
+        ("zaya", "attention behind convolutions, factors on the residual stream, routers behind an MLP", "cuda"),
         ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
         ("lfm2", "short convolutions", "tpu"),
     ],

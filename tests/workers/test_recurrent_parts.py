@@ -96,6 +96,19 @@ WITHOUT_PARTS: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
         "shared_transf.feed_forward.gate_proj.weight": torch.zeros_like,
         "layers.3.linear.weight": torch.zeros_like,
     },
+    "zaya": {
+        "conv_qk_depthwise.weight": lambda kernel: kernel * torch.tensor([0.0, 1]),
+        "conv_qk_depthwise.bias": torch.zeros_like,
+        "conv_qk_grouped.weight": lambda weight: weight * torch.tensor([0.0, 1, 1]),
+        "v_proj_delayed.weight": torch.zeros_like,
+        "qk_norm.temp": torch.ones_like,
+        "router_states_scale": torch.zeros_like,
+        "router_mlp.fc1.weight": torch.zeros_like,
+        "balancing_biases": torch.zeros_like,
+        "post_attention_residual_scale.residual_bias": torch.zeros_like,
+        "post_mlp_residual_scale.hidden_states_scale": torch.ones_like,
+        "model.input_hidden_states_bias": torch.zeros_like,
+    },
     "nemotron_h": {"A_log": lambda rates: rates + 5, "mixer.norm.weight": torch.ones_like},
 }
 """The tensors of each family without whose effect the tokens must differ, and what stands in their place."""

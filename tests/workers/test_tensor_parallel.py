@@ -474,9 +474,12 @@ def test_unsplittable_sizes_are_refused_early(sizes: dict[str, int], num_ranks: 
         make_worker(str(folder), num_ranks)
 
 
-def test_heads_that_select_for_themselves_are_not_split() -> None:
-    with pytest.raises(ModelError, match=r"2 ranks cannot split the 2 heads of Mamba of this Zamba.* to one of 1$"):
-        make_worker(str(folder_of("zamba")), 2)
+@pytest.mark.parametrize(
+    ("kind", "words"), [("zamba", "the 2 heads of Mamba"), ("zaya", "the convolutions of queries and keys")]
+)
+def test_mixers_that_are_not_split_are_refused(kind: str, words: str) -> None:
+    with pytest.raises(ModelError, match=rf"2 ranks cannot split {words} of this {kind.title()}.* to one of 1$"):
+        make_worker(str(folder_of(kind)), 2)
 
 
 @pytest.mark.parametrize(("family", "name"), [("gpt_neox", "GPTNeoX"), ("falcon", "Falcon"), ("bloom", "Bloom")])

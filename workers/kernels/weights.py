@@ -188,6 +188,16 @@ class Experts(Protocol):
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class DeepRouterWeights:
+    """The weights of `DeepRouterSpec`, in float32."""
+
+    down: Linear
+    previous_scale: torch.Tensor | None
+    norm: torch.Tensor
+    hidden: tuple[Linear, Linear]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class ExpertsWeights:
     config: ExpertsConfig
     router: Linear
@@ -204,6 +214,8 @@ class ExpertsWeights:
     """float32 [num_experts], which multiply the shares of chosen experts; None for none."""
     shared_gate: Linear | None = None
     """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
+    deep_router: DeepRouterWeights | None = None
+    """What comes before `router`; None if it reads what experts read."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -275,6 +287,16 @@ class LayerInputsWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class ScalingWeights:
+    """The weights of `ScalingSpec`, each [hidden]."""
+
+    update_bias: torch.Tensor
+    update_scale: torch.Tensor
+    stream_bias: torch.Tensor
+    stream_scale: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
@@ -292,6 +314,8 @@ class LayerWeights:
     """Factor on the residual stream after the layer."""
     block: SharedBlockWeights | None = None
     updates: UpdatesWeights | None = None
+    mixer_scaling: ScalingWeights | None = None
+    mlp_scaling: ScalingWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -303,6 +327,8 @@ class DecoderWeights:
     """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
     layer_inputs: LayerInputsWeights | None = None
     streams: StreamsWeights | None = None
+    embedding_scaling: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[hidden] each: biases, then factors on embeddings; None for none."""
 
     @property
     def dtype(self) -> torch.dtype:

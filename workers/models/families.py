@@ -60,6 +60,7 @@ from manta.workers.models import (
     youtu,
     zamba,
     zamba2,
+    zaya,
 )
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
@@ -138,6 +139,7 @@ _MODULES: tuple[Family, ...] = (
     recurrent_gemma,
     zamba,
     zamba2,
+    zaya,
     xlstm,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}

@@ -213,8 +213,15 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
     shared_intermediate_size: int = 0
     """The inner width of the expert that computes every token; 0 if there is none."""
+    may_skip: bool = False
+    """Whether the router has one more score, that of an expert that adds nothing (ZAYA)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+
+    @property
+    def num_scores(self) -> int:
+        """Number of the router's scores of a token."""
+        return self.num_experts + self.may_skip
 
 
 class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,6 +316,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
     experts: ExpertsConfig | None = None
     """The experts of layers; None if every layer has one MLP."""
+    router_size: int = 0
+    """Width of the MLP before the router; 0 for none."""
     latent: LatentShape | None = None
     """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
     and `head_dim` is the width of a cached token: the latent vector and the rotated key.

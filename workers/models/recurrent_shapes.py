@@ -22,6 +22,8 @@ class RecurrentKind(enum.Enum):
     LIGHTNING = "lightning"
     MATRIX_MEMORY = "matrix_memory"
     RG_LRU = "rg_lru"
+    CONVOLVED_ATTENTION = "convolved_attention"
+    """Attention behind convolutions, which `workers/decoders/convolved_attention.py` computes, with keys and values."""
 
 
 class StateShape(msgspec.Struct, frozen=True):
@@ -232,4 +234,35 @@ class RgLruShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self, num_heads=self.num_heads // num_ranks)
 
 
-RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape | LightningShape | MatrixMemoryShape | RgLruShape
+class ConvolvedShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Attention whose queries and keys go through two convolutions (CCA; Figliolia et al., 2025). No ranks split it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Number of first dimensions of each head that rotate."""
+    first_width: int
+    """Tokens that the convolution of each channel sees."""
+    second_width: int
+    """Results of the first convolution that the one over the channels of a head sees."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The widths of queries, of keys, and of the two halves of values."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, keys // 2, keys // 2
+
+    @property
+    def state(self) -> StateShape:
+        """The window of queries and keys, and the half of the values that the next token has."""
+        window = (sum(self.sizes[:2]), self.first_width + self.second_width - 2)
+        return StateShape((window, (self.sizes[3], 1)))
+
+    def share(self, num_ranks: int) -> ConvolvedShape:
+        return self
+
+
+RecurrentShape = (
+    DeltaShape | StateSpaceShape | SelectiveShape | LightningShape | MatrixMemoryShape | RgLruShape | ConvolvedShape
+)

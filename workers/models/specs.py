@@ -297,6 +297,21 @@ class GatedMlpSpec(NamedTuple):
         return GatedMlpSpec(self.gated.or_as(other.gated), self.down.or_as(other.down))
 
 
+class DeepRouterSpec(NamedTuple):
+    """An MLP before a router (ZAYA): `linear(norm(down(x) + scale * that of the layer before))`, with GELU after each
+    linear.
+    """
+
+    down: LinearSpec
+    previous_scale: str | None
+    """The tensor [width] of factors on the rows of the layer before; None in the first layer."""
+    norm: NormSpec
+    hidden: tuple[LinearSpec, LinearSpec]
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.down, *self.hidden)
+
+
 class ExpertsSpec(NamedTuple):
     """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
     summed. `ExpertsConfig` says how it chooses.
@@ -310,9 +325,13 @@ class ExpertsSpec(NamedTuple):
     """The expert that computes every token."""
     shared_gate: LinearSpec | None = None
     """The linear to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE)."""
+    deep_router: DeepRouterSpec | None = None
+    """What comes before `router`; None if it reads what experts read."""
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router
+        if self.deep_router is not None:
+            yield from self.deep_router.linears()
         for expert in self.experts:
             yield from expert
         if self.shared is not None:
@@ -441,6 +460,15 @@ class LayerInputsSpec(NamedTuple):
     norm: NormSpec
 
 
+class ScalingSpec(NamedTuple):
+    """Biases and factors on a part's result and on the residual stream, before they are added (ZAYA)."""
+
+    update: tuple[str, str]
+    """The tensors [hidden] of the biases, which are added first, and of the factors on the part's result."""
+    stream: tuple[str, str]
+    """Those of the residual stream."""
+
+
 class LayerSpec(NamedTuple):
     """A layer adds its mixer's result to the residual stream, then its MLP's. A mixer combines tokens. Each may have a
     norm before and one after: `x += output_norm(mixer(input_norm(x)))`. A layer may have only one of the two, whose
@@ -469,6 +497,9 @@ class LayerSpec(NamedTuple):
     """The block before the mixer, which has the norm before it; None for none."""
     updates: UpdatesSpec | None = None
     """The updates of several residual streams; None in families with one."""
+    mixer_scaling: ScalingSpec | None = None
+    """Biases and factors where the mixer's result is added; None for none. `mlp_scaling` are those of the MLP's."""
+    mlp_scaling: ScalingSpec | None = None
 
     @property
     def attention(self) -> AttentionSpec:
@@ -511,6 +542,8 @@ class DecoderSpec(NamedTuple):
     """Inputs that each layer has of its own; None in families without them."""
     streams: StreamsSpec | None = None
     """The linears around several residual streams; None in families with one."""
+    embedding_scaling: tuple[str, str] | None = None
+    """The tensors [hidden] of biases and factors on embeddings; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

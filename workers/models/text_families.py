@@ -175,5 +175,6 @@ TEXT_FAMILIES = {
     "youtu": TextFamily("YoutuForCausalLM", Sizes(128256, 2048, 6144, 32, 16, None, 131072)),
     "zamba": TextFamily("ZambaForCausalLM", Sizes(32000, 3712, 14848, 76, 16, None, 4096)),
     "zamba2": TextFamily("Zamba2ForCausalLM", Sizes(32000, 2560, None, 54, 32, None, 4096)),
+    "zaya": TextFamily("ZayaForCausalLM", Sizes(262272, 2048, None, 40, 8, 2, 131072)),
 }
 """The families by the `model_type` of the text decoder's configuration."""

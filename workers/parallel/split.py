@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import SelectiveShape
+from manta.workers.models.recurrent_shapes import ConvolvedShape, SelectiveShape
 from manta.workers.models.specs import (
     DecoderSpec,
     ExpertsSpec,
@@ -63,6 +63,8 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
     for size in inner_sizes:
         if size % num_ranks:
             return f"the intermediate size {size}"
+    if isinstance(config.recurrent, ConvolvedShape):
+        return "the convolutions of queries and keys"
     if isinstance(config.recurrent, SelectiveShape) and config.recurrent.num_heads > 1:
         return f"the {config.recurrent.num_heads} heads of Mamba"
     if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):

@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Protocol, overload
+from collections.abc import Callable
+from typing import overload
 
 import torch
 
@@ -22,6 +22,7 @@ from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
+from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
@@ -34,9 +35,9 @@ from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    DeepRouterWeights,
     DraftHeadWeights,
     Embedding,
-    Experts,
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
@@ -49,6 +50,7 @@ from manta.workers.kernels.weights import (
     MixerWeights,
     RecurrentWeights,
     RowNorm,
+    ScalingWeights,
     SharedBlockWeights,
     SharedLinears,
     ShortConvWeights,
@@ -58,11 +60,12 @@ from manta.workers.kernels.weights import (
 )
 from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ExpertsConfig, ModelConfig
-from manta.workers.models.recurrent_shapes import LightningShape
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
+    DeepRouterSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
@@ -75,6 +78,7 @@ from manta.workers.models.specs import (
     MixerSpec,
     NormSpec,
     RecurrentSpec,
+    ScalingSpec,
     SharedBlockSpec,
     SideBySideSpec,
     Split,
@@ -92,6 +96,8 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.unread_tensors import check_all_used
+from manta.workers.torch_worker.weight_platform import WeightPlatform
 
 
 def load_model(
@@ -127,7 +133,7 @@ def load_model(
         loader = _WeightLoader(checkpoint, config, compute_dtype, platform, group, weights, exact, shared, bank)
         loaded = loader.load()
     if whole:
-        _check_all_used(checkpoint, config)
+        check_all_used(checkpoint, config)
     if group.num_ranks > 1:
         embedding = VocabularyParallelEmbedding(loaded.embedding, group, share.vocab_size)
         head = GatheredHead(loaded.head, group, config.vocab_size)
@@ -189,7 +195,7 @@ def check_tensors(
     config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
     loaded = loader.load()
-    _check_all_used(checkpoint, config)
+    check_all_used(checkpoint, config)
     if with_draft_head:
         own = draft_head_config(config)
         of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
@@ -197,49 +203,6 @@ def check_tensors(
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
-
-
-def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raises `ModelError` naming tensors that the model does not have. A tied model may be saved with the head too, and
-    any model with layers that are not served.
-    """
-    unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
-    checkpoint.check_all_used(
-        but=["lm_head.weight"] if config.tie_word_embeddings else [],
-        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config)),
-    )
-
-
-def _unread(config: ModelConfig) -> list[str]:
-    """Returns how the names of tensors begin that the checkpoint may have and no layer needs: those of keys and values
-    of layers that read others', copies of shared blocks, and what is computed of other tensors.
-    """
-    if config.shared_blocks is not None:
-        owners = enumerate(config.shared_blocks.owners)
-        return [f"model.layers.{layer}.shared_transf" for layer, owner in owners if owner not in (None, layer)]
-    readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
-    names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
-    if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
-        readers, names = [*range(config.num_layers)], ["query_decay", "key_decay", "diagonal_decay"]
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in names]
-
-
-class _WeightPlatform(Protocol):
-    """The members of a `Platform` that concern weights."""
-
-    keeps_float8: bool
-
-    def make_linear(self, weight: LinearWeight) -> Linear: ...
-
-    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
-
-    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
-
-    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def tied_head(self, table: torch.Tensor) -> Linear | None: ...
 
 
 class _WeightLoader:
@@ -252,7 +215,7 @@ class _WeightLoader:
         checkpoint: Checkpoint,
         config: ModelConfig,
         dtype: torch.dtype,
-        platform: _WeightPlatform,
+        platform: WeightPlatform,
         group: Group,
         weights: str,
         exact: bool,
@@ -290,7 +253,8 @@ class _WeightLoader:
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+        scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -372,7 +336,17 @@ class _WeightLoader:
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             None if spec.updates is None else self._updates(spec.updates),
+            self._scaling(spec.mixer_scaling),
+            self._scaling(spec.mlp_scaling),
         )
+
+    def _scaling(self, spec: ScalingSpec | None) -> ScalingWeights | None:
+        return None if spec is None else ScalingWeights(*self._vectors(spec.update), *self._vectors(spec.stream))
+
+    def _vectors(self, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors [hidden] in the model's dtype."""
+        first, second = (self.linears.read_vector(name, self._config.hidden_size, Split.NOTHING) for name in names)
+        return self._platform.place_weight(first, self._dtype), self._platform.place_weight(second, self._dtype)
 
     def _scalar(self, name: str) -> float:
         stored = self._checkpoint.view(name, (1,))
@@ -407,6 +381,16 @@ class _WeightLoader:
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+            deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
+        )
+
+    def _deep_router(self, spec: DeepRouterSpec) -> DeepRouterWeights:
+        width, (first, second) = spec.norm.size, map(self._plain_linear, spec.hidden)
+        return DeepRouterWeights(
+            self._plain_linear(spec.down),
+            None if spec.previous_scale is None else self._numbers(spec.previous_scale, width),
+            self._numbers(f"{spec.norm.name}.weight", width),
+            (first, second),
         )
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
@@ -426,10 +410,13 @@ class _WeightLoader:
         return self._platform.make_router(dense, bias)
 
     def _of_experts(self, name: str) -> torch.Tensor:
-        """Returns a tensor with a number for each expert, in float32."""
+        """Returns a tensor with a number for each score of the router, in float32."""
         assert self._config.experts is not None
-        numbers = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
-        return self._platform.place_weight(numbers, torch.float32)
+        return self._numbers(name, self._config.experts.num_scores)
+
+    def _numbers(self, name: str, size: int) -> torch.Tensor:
+        """Returns a tensor [size], whole on every rank, in float32."""
+        return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
         shape = self._config.latent
@@ -467,6 +454,8 @@ class _WeightLoader:
 
     def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
         tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
+        if isinstance(spec.shape, ConvolvedShape):
+            tensors["mixing"] = mixing_layout(tensors["mixing"], spec.shape)
         return RecurrentWeights(
             spec.kind,
             spec.shape.share(self._group.num_ranks),

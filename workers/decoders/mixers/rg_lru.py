@@ -59,4 +59,4 @@ def _gate(name: str, by_head: torch.Tensor, weights: RecurrentWeights, kernels: 
 
 def _gelu(x: torch.Tensor, kernels: RecurrentKernels) -> torch.Tensor:
     """Returns GELU by its tanh, which a sigmoid gives: `(1 + tanh(y)) / 2` is the sigmoid of `2 y`."""
-    return x * kernels.sigmoid((x + x * x * x * 0.044715) * (2 * math.sqrt(2 / math.pi)))
+    return x * kernels.sigmoid((x + x * x * x * 0.044715) * (2 * (2 / math.pi) ** 0.5))
