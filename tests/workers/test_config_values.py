@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from manta.workers.models.families import FAMILIES
 from manta.workers.models.harmless_keys import HARMLESS_KEYS
@@ -116,6 +117,16 @@ def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family:
             with pytest.raises(ConfigError) as caught:
                 read(tmp_path, values | {key: value})
             assert caught.value.key.partition("[")[0].partition(".")[0] == key, value
+
+
+@pytest.mark.parametrize("family", ["KimiLinearForCausalLM", "BailingHybridForCausalLM"])
+def test_either_name_of_a_key_is_read(family: str, tmp_path: pathlib.Path) -> None:
+    """Published files have DeepSeek-V3's names for some of them, and transformers writes others."""
+    written = values_of(family)
+    names = {other: name for name, other in CONFIG_MAPPING[written["model_type"]].attribute_map.items()}
+    published = {names.get(key, key): value for key, value in written.items()}
+    assert len(published.keys() - written.keys()) >= 5
+    assert read(tmp_path, published) == read(tmp_path, written)
 
 
 def test_time_steps_have_two_bounds(tmp_path: pathlib.Path) -> None:
