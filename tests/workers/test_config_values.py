@@ -28,6 +28,7 @@ OF_TYPE = {bool: FLAG, int: WHOLE, float: NUMBER, str: CHOICE, list: LIST, dict:
 NO_WHOLE_NUMBER = {"expand", "mamba_expand"}
 WITHOUT_EFFECT = {
     # Training, and the first weights.
+    "final_w_init_variance_scale",
     "hidden_dropout",
     "linear_a_log_max",
     "linear_a_log_min",
@@ -35,11 +36,13 @@ WITHOUT_EFFECT = {
     "linear_dt_max",
     "linear_dt_min",
     "mtp_layers_block_type",
+    "mtp_loss_scaling_factor",
     "rescale_prenorm_residual",
     "time_step_floor",
     "time_step_init_scheme",
     "time_step_max",
     "time_step_scale",
+    "w_init_variance_scale",
     "z_loss_coefficient",
     # How transformers and others compute.
     "block_size",
@@ -76,6 +79,7 @@ SAID_OTHERWISE = {
             "use_mem_eff_path",
         )
     ),
+    ("BailingHybridForCausalLM", "rope_theta"),
     *(("ZambaForCausalLM", key) for key in ("attention_hidden_size", "time_step_min")),
     *(
         ("xLSTMForCausalLM", key)

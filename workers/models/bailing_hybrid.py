@@ -34,6 +34,7 @@ _SPELLINGS: dict[str, tuple[str, Any]] = SPELLINGS | {
 
 def read_config(raw: RawConfig) -> ModelConfig:
     """Reads the shape of a model. Raises `ConfigError` as `read_latent`, `read_kinds` and `read_sigmoid_experts` do."""
+    raw.ignore("mtp_loss_scaling_factor")
     raw = raw.respelled(_SPELLINGS).completed({"rope_theta": 6e6}, {})
     config = latent.read_latent(raw, _LATENT)
     period = raw["layer_group_size"].whole(6)

@@ -27,7 +27,8 @@ _PATTERN = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
 def read_config(raw: RawConfig) -> ModelConfig:
     """Reads the shape of a model. Raises `ConfigError` as `read_dense`, `read_kinds` and `read_delta_shape` do."""
     inner = raw["moe_intermediate_size"].whole(512)
-    raw = raw.completed({"linear_num_key_heads": 8, "linear_num_value_heads": 16}, {"intermediate_size": inner})
+    usual_sizes = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "intermediate_size": inner}
+    raw = raw.completed(usual_sizes, {})
     config = read_dense(raw, 128, is_tied=True)
     has_biases = raw["attention_bias"].flag(False)
     config = msgspec.structs.replace(config, qkv_bias=has_biases, output_bias=has_biases)

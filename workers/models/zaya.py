@@ -40,7 +40,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw["num_experts_per_tok"].whole(1, most=1)
     inner, head_dim = raw["moe_intermediate_size"].whole(2048), read_head_dim(raw, 128)
     ropes = _read_ropes(raw, head_dim)
-    raw = raw.completed({}, {"intermediate_size": inner})
+    raw = raw.completed({"intermediate_size": inner}, {})
     config = read_dense(raw, 128, norm_eps=("rms_norm_eps", 1e-5), rope=ropes[_FULL], is_tied=True)
     kinds = read_kinds(raw, config.num_layers, allowed=(_FULL, _WINDOW), usual=(_FULL,) * config.num_layers)
     window = raw["sliding_window"].whole() if _WINDOW in kinds else 0
