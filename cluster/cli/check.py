@@ -206,7 +206,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-    from manta.workers.torch_worker.loader import check_tensors
+    from manta.workers.torch_worker.tensor_check import check_tensors
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)

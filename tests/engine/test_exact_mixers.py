@@ -70,6 +70,12 @@ OTHERS = (
     "olmo_hybrid",
     "xlstm",
     "zamba2",
+    "bailing_hybrid",
+    "lara_mini",
+    "lfm3",
+    "recurrent_gemma",
+    "zamba",
+    "zaya",
 )
 """More families with these mixers, or with other parts that are compiled for `exact` alone."""
 KINDS = [*MIXERS, *(pytest.param(kind, marks=pytest.mark.prove) for kind in OTHERS)]

@@ -163,7 +163,6 @@ OWN: dict[str, dict[str, Any]] = {
     "radio": {"max_img_size": 56, "video_temporal_patch_size": 2},
     "reformer": _BERT | {"axial_pos_embds": False},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16},
-    "zaya": {"num_experts_per_tok": 1},
 }
 """Further values of families for which the rules make no model, or one without its features."""
 MISNAMED = {

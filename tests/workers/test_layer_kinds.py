@@ -25,7 +25,8 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
 from manta.workers.platforms import choose_platform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
@@ -199,6 +200,7 @@ SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
     "cohere2": {"logit_scale": 1.0},
+    "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
 """Features that change logits and no greedy token."""
 NOT_GENERATED = ("lfm2, convolutions only",)
@@ -214,6 +216,8 @@ def set_buffers(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("balancing_biases"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
 
@@ -496,6 +500,7 @@ def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
         ("deepseek_v32", "attention to tokens that an indexer chooses", "cuda"),
         ("longcat_flash", "experts that return what they get", "cuda"),
         ("xlstm", "matrix memories", "cuda"),
+        ("zaya", "attention behind convolutions, factors on the residual stream, routers behind an MLP", "cuda"),
         ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
         ("lfm2", "short convolutions", "tpu"),
     ],

@@ -17,7 +17,8 @@ from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms.cpu import CpuPlatform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import dequantized, write_gguf
 from tests.pairs import in_turns
@@ -133,6 +134,10 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "llama4": {"intermediate_size_mlp": 96},
     "xlstm": {},
     "zamba2": {},
+    "bailing_hybrid": {},
+    "lara_mini": {"shared_expert_intermediate_size": 64},
+    "lfm3": {},
+    "recurrent_gemma": {"intermediate_size": 128},
 }
 
 

@@ -26,7 +26,7 @@ from manta.workers.kernels import build, cpu_linear
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import Split, WeightPart
+from manta.workers.models.weight_specs import Split, WeightPart
 from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config, split_outputs
 from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
@@ -201,6 +201,10 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
                 "mamba2",
                 "lfm2",
                 "olmo_hybrid",
+                "bailing_hybrid",
+                "lara_mini",
+                "lfm3",
+                "recurrent_gemma",
                 "gemma4",
                 "gemma4, experts",
             )
@@ -530,6 +534,14 @@ def test_unsplittable_sizes_are_refused_early(sizes: dict[str, int], num_ranks: 
     folder = checkpoint("llama", **sizes)
     with pytest.raises(ModelError, match=words):
         make_worker(str(folder), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("zamba", "the 2 heads of Mamba"), ("zaya", "the convolutions of queries and keys")]
+)
+def test_mixers_that_are_not_split_are_refused(kind: str, words: str) -> None:
+    with pytest.raises(ModelError, match=rf"2 ranks cannot split {words} of this {kind.title()}.* to one of 1$"):
+        make_worker(str(folder_of(kind)), 2)
 
 
 @pytest.mark.parametrize(("family", "name"), [("gpt_neox", "GPTNeoX"), ("falcon", "Falcon"), ("bloom", "Bloom")])

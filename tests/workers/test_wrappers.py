@@ -26,7 +26,7 @@ from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.text_families import TEXT_FAMILIES
 from manta.workers.models.wrappers import WRAPPERS, text_decoder
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.workers.test_layer_kinds import CASES, changed, folder_of, logits_of, rewritten
 from tests.workers.test_models import random_tokens

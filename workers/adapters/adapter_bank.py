@@ -27,7 +27,7 @@ from manta.workers.kernels.adapted_linear import (
 from manta.workers.kernels.weights import Linear
 from manta.workers.model_info import AdapterInfo
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.specs import LinearSpec, Split, WeightPart
+from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 from manta.workers.ranks.rank_worker import ReadAdapter
 
 _EXPERTS = "experts"

@@ -32,7 +32,7 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import LinearSpec
+from manta.workers.models.weight_specs import LinearSpec
 from manta.workers.step import NUM_FIXED_STATES
 
 WEIGHTS_MULTIPLE = 4

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from manta.workers.checkpoints.tensor_files import TensorFiles
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.recurrent_shapes import LightningShape
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec
+from manta.workers.models.weight_specs import WeightPart
 
 
 def check_all_used(checkpoint: TensorFiles, config: ModelConfig, spec: DecoderSpec) -> None:
@@ -28,7 +29,7 @@ def _unread(config: ModelConfig) -> list[str]:
     """
     if config.shared_blocks is not None:
         owners = enumerate(config.shared_blocks.owners)
-        return [f"model.layers.{layer}.shared_transformer." for layer, owner in owners if owner not in (None, layer)]
+        return [f"model.layers.{layer}.shared_transf" for layer, owner in owners if owner not in (None, layer)]
     readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
     names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
     if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope

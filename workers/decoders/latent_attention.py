@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, index_keys
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
@@ -89,6 +90,8 @@ def attend_latent(
     values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)
     if gates is not None:
         values = (values * kernels.recurrent.sigmoid(gates.float())).to(values.dtype)
+    if weights.gate is not None:
+        values = gated_heads(values, weights.gate.forward(normed, metadata), kernels)
     return weights.output.forward(values, metadata)
 
 

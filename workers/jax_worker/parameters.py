@@ -21,16 +21,8 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, RopeConfig
-from manta.workers.models.specs import (
-    AttentionSpec,
-    ExpertsSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    Split,
-    WeightPart,
-)
+from manta.workers.models.specs import AttentionSpec, ExpertsSpec, GatedMlpSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),

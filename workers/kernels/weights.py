@@ -109,7 +109,9 @@ class AttentionWeights:
     value_dim: int | None = None
     """Width of a value, which is filled up with zeros to that of a key; None in families in which both are equal."""
     gate: Linear | None = None
-    """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
+    """hidden -> num_heads * head_dim, or num_heads, whose sigmoids multiply the attended values; None in families
+    without.
+    """
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -169,6 +171,8 @@ class LatentAttentionWeights:
     output: Linear
     indexer: IndexerWeights | None = None
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
+    gate: Linear | None = None
+    """hidden -> num_heads, whose sigmoids multiply the heads' values; None in families without."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -201,6 +205,16 @@ class Experts(Protocol):
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class DeepRouterWeights:
+    """The weights of `DeepRouterSpec`, in float32."""
+
+    down: Linear
+    previous_scale: torch.Tensor | None
+    norm: torch.Tensor
+    hidden: tuple[Linear, Linear]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class ExpertsWeights:
     config: ExpertsConfig
     router: Linear
@@ -217,6 +231,8 @@ class ExpertsWeights:
     """float32 [num_experts], which multiply the shares of chosen experts; None for none."""
     shared_gate: Linear | None = None
     """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
+    deep_router: DeepRouterWeights | None = None
+    """What comes before `router`; None if it reads what experts read."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -297,6 +313,16 @@ class LayerInputsWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class ScalingWeights:
+    """The weights of `ScalingSpec`, each [hidden]."""
+
+    update_bias: torch.Tensor
+    update_scale: torch.Tensor
+    stream_bias: torch.Tensor
+    stream_scale: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
@@ -317,6 +343,8 @@ class LayerWeights:
     shortcut: ExpertsWeights | None = None
     input_gate: NormGateWeights | None = None
     mlp_gate: NormGateWeights | None = None
+    mixer_scaling: ScalingWeights | None = None
+    mlp_scaling: ScalingWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -328,6 +356,8 @@ class DecoderWeights:
     """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
     layer_inputs: LayerInputsWeights | None = None
     streams: StreamsWeights | None = None
+    embedding_scaling: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[hidden] each: biases, then factors on embeddings; None for none."""
 
     @property
     def dtype(self) -> torch.dtype:

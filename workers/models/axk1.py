@@ -5,7 +5,8 @@ from __future__ import annotations
 from manta.workers.models import deepseek_v3, latent, llama
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "AXK1ForCausalLM"
 

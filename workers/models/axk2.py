@@ -8,15 +8,8 @@ from manta.workers.models import deepseek_v3, latent, llama
 from manta.workers.models.indexer import read_indexer
 from manta.workers.models.model_config import ExpertsConfig, IndexerShape, LatentShape, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import (
-    DecoderSpec,
-    ExpertsSpec,
-    LayerSpec,
-    LinearSpec,
-    NormGateSpec,
-    NormSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec, NormGateSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, WeightPart
 
 ARCHITECTURE = "AXK2ForCausalLM"
 

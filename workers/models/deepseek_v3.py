@@ -78,9 +78,13 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     return with_sigmoid_experts(config, latent.layer(config, index), index)
 
 
-def with_sigmoid_experts(config: ModelConfig, layer: LayerSpec, index: int) -> LayerSpec:
-    """Returns the layer with experts, unless it is one of the first that have one MLP."""
+def with_sigmoid_experts(
+    config: ModelConfig, layer: LayerSpec, index: int, choice_bias: str = "gate.e_score_correction_bias"
+) -> LayerSpec:
+    """Returns the layer with experts, unless it is one of the first that have one MLP. `choice_bias` is the name of the
+    bias for the choice.
+    """
     assert config.experts is not None
     if index in config.experts.dense_layers:
         return layer
-    return layer._replace(mlp=experts(config, f"model.layers.{index}.mlp", choice_bias="gate.e_score_correction_bias"))
+    return layer._replace(mlp=experts(config, f"model.layers.{index}.mlp", choice_bias=choice_bias))

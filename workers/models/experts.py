@@ -6,7 +6,8 @@ from manta.workers.models import llama
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig, RawValue
 from manta.workers.models.row_places import ExpertRows
-from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec
+from manta.workers.models.weight_specs import LinearSpec, WeightPart
 
 MOST_EXPERTS = 4096
 DENSE, SPARSE = "dense", "sparse"

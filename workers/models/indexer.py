@@ -11,7 +11,8 @@ import msgspec
 from manta.workers.models.dense import trial_layers
 from manta.workers.models.model_config import IndexerShape, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import IndexerSpec, LinearSpec, NormSpec, Split, TensorSpec, WeightPart
+from manta.workers.models.specs import IndexerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 OWN, SHARED = "full", "shared"
 """Kinds of layers in `indexer_types`: with an indexer, and with the choice of the last layer before that has one."""

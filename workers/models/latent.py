@@ -12,7 +12,8 @@ from manta.workers.models.indexer import indexer
 from manta.workers.models.model_config import IndexerShape, LatentShape, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.row_places import HeadPiece, TailOrder
-from manta.workers.models.specs import LatentAttentionSpec, LayerSpec, LinearSpec, NormSpec, Split, WeightPart
+from manta.workers.models.specs import LatentAttentionSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 
 def read_latent(
@@ -69,7 +70,7 @@ def _rotated(shape: LatentShape, ropes_whole_queries: bool) -> tuple[int, float,
 
 def _read_query_rank(raw: RawConfig, usual: int | None) -> int | None:
     value = raw["q_lora_rank"]
-    if usual is None or (value.is_given and value.value is None):
+    if value.value is None and (usual is None or value.is_given):
         return None
     return value.whole(usual)
 
@@ -87,8 +88,10 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     return llama.layer(config, index)._replace(mixer=attention(config, index, f"model.layers.{index}.self_attn"))
 
 
-def attention(config: ModelConfig, index: int, prefix: str) -> LatentAttentionSpec:
-    """Returns the latent attention of a layer, whose names begin with `prefix`."""
+def attention(config: ModelConfig, index: int, prefix: str, output: str = "o_proj") -> LatentAttentionSpec:
+    """Returns the latent attention of a layer below `prefix`, whose linear to the residual stream has the name
+    `output`.
+    """
     shape = config.latent
     assert shape is not None
     hidden, query_dim = config.hidden_size, shape.plain_dim + shape.rope_dim
@@ -107,14 +110,14 @@ def attention(config: ModelConfig, index: int, prefix: str) -> LatentAttentionSp
         queries = LinearSpec((part,), shape.query_rank)
         if shape.has_gates:
             queries = LinearSpec(_with_gates(config.num_heads, shape, part), 2 * shape.query_rank)
-    output = WeightPart(f"{prefix}.o_proj", hidden)
+    to = WeightPart(f"{prefix}.{output}", hidden)
     return LatentAttentionSpec(
         inputs=LinearSpec((first, cached), hidden, config.qkv_bias),
         query_norm=query_norm,
         queries=queries,
         latent_norm=NormSpec(f"{prefix}.kv_a_layernorm", shape.kv_rank),
         expansion=LinearSpec(_expansion(config, shape, prefix), shape.kv_rank),
-        output=LinearSpec((output,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
+        output=LinearSpec((to,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
         indexer=indexer(config, index, f"{prefix}.indexer"),
     )
 

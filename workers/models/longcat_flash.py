@@ -12,7 +12,8 @@ from manta.workers.models.dense import MOST_LAYERS
 from manta.workers.models.experts import MOST_EXPERTS, experts, read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, LatentShape, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "LongcatFlashForCausalLM"
 

@@ -251,6 +251,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
     shared_intermediate_size: int = 0
     """The inner width of the expert that computes every token; 0 if there is none."""
+    may_skip: bool = False
+    """Whether the router has one more score, that of an expert that adds nothing (ZAYA)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
 
@@ -259,15 +261,20 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Number of experts that have weights, the first ones."""
         return self.num_experts - self.num_identity
 
+    @property
+    def num_scores(self) -> int:
+        """Number of the router's scores of a token."""
+        return self.num_experts + self.may_skip
+
 
 class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of attention and an MLP that several layers share (Zamba 2)."""
+    """Blocks of attention and an MLP that several layers share (Zamba)."""
 
     owners: tuple[int | None, ...]
     """The layer under whose name the checkpoint has the block of each layer; None for a layer without one."""
-    rank: int
-    """The rank of what each layer adds to the weights of its block."""
-    adapts_attention: bool
+    rank: int = 0
+    """The rank of what each layer adds to the weights of its block; 0 for nothing."""
+    adapts_attention: bool = False
     """Whether layers add to the weights of attention too."""
 
 
@@ -352,6 +359,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
     experts: ExpertsConfig | None = None
     """The experts of layers; None if every layer has one MLP."""
+    router_size: int = 0
+    """Width of the MLP before the router; 0 for none."""
     latent: LatentShape | None = None
     """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
     and `head_dim` is the width of a cached token: the latent vector, the rotated key, and perhaps an indexer's key.
@@ -366,6 +375,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a family whose checkpoints may have norms over each query and key head has them."""
     norm_gate_rank: int = 0
     """The inner width of the gates on norms (A.X K2); 0 for none."""
+    has_head_gates: bool = False
+    """Whether a family whose checkpoints may have a gate for each head of attention has them."""
+    has_output_norms: bool = False
+    """Whether a family whose checkpoints may have norms after mixer and MLP has them."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None

@@ -19,17 +19,8 @@ from manta.workers.models.recurrent_shapes import (
     SelectiveShape,
     StateSpaceShape,
 )
-from manta.workers.models.specs import (
-    DecoderSpec,
-    LayerSpec,
-    LinearSpec,
-    MixerSpec,
-    NormSpec,
-    RecurrentSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, LayerSpec, MixerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 LINEAR = "linear_attention"
 """The kind of a layer with a recurrent state."""
@@ -59,7 +50,7 @@ def with_states(config: ModelConfig, kinds: Sequence[str], shape: RecurrentShape
         config,
         recurrent=shape,
         layer_states=tuple(state if kind == LINEAR else None for kind in kinds),
-        layer_attends=tuple(kind == FULL for kind in kinds),
+        layer_attends=tuple(kind != LINEAR for kind in kinds),
         num_trial_layers=trial_layers(kinds),
     )
 

@@ -9,8 +9,15 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import MatrixMemoryShape
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
+from manta.workers.models.recurrent_shapes import ConvolvedShape, MatrixMemoryShape
+from manta.workers.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    SideBySideSpec,
+)
 
 
 class Variant(enum.Enum):
@@ -38,6 +45,9 @@ class Variant(enum.Enum):
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     MATRIX_MEMORY = "matrix memories"
+    CONVOLVED_ATTENTION = "attention behind convolutions"
+    DEEP_ROUTER = "routers behind an MLP"
+    SCALED_STREAM = "factors on the residual stream"
     LATENT = "latent attention"
     SPARSE = "attention to tokens that an indexer chooses"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
@@ -55,7 +65,16 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": frozenset({Variant.MATRIX_MEMORY, Variant.SPARSE, Variant.IDENTITY}),
+    "cuda": frozenset(
+        {
+            Variant.MATRIX_MEMORY,
+            Variant.SPARSE,
+            Variant.IDENTITY,
+            Variant.CONVOLVED_ATTENTION,
+            Variant.DEEP_ROUTER,
+            Variant.SCALED_STREAM,
+        }
+    ),
     "tpu": frozenset(
         {
             Variant.LATENT,
@@ -73,6 +92,9 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.RECURRENT,
             Variant.MATRIX_MEMORY,
             Variant.GATED_NORMS,
+            Variant.CONVOLVED_ATTENTION,
+            Variant.DEEP_ROUTER,
+            Variant.SCALED_STREAM,
             Variant.GATED_ATTENTION,
             Variant.OTHER_ROUTERS,
         }
@@ -116,6 +138,10 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
         Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
         Variant.MATRIX_MEMORY: isinstance(config.recurrent, MatrixMemoryShape),
+        Variant.CONVOLVED_ATTENTION: isinstance(config.recurrent, ConvolvedShape),
+        Variant.DEEP_ROUTER: any(isinstance(layer.mlp, ExpertsSpec) and layer.mlp.deep_router for layer in layers),
+        Variant.SCALED_STREAM: spec.embedding_scaling is not None
+        or any(layer.mixer_scaling or layer.mlp_scaling for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),

@@ -52,6 +52,7 @@ WRAPPERS = {
     "KimiK25ForConditionalGeneration": Wrapper("deepseek_v3"),
     "KimiVLForConditionalGeneration": Wrapper("deepseek_v3"),
     "Lfm2VlForConditionalGeneration": Wrapper("lfm2"),
+    "Lfm3VlForConditionalGeneration": Wrapper("lfm3"),
     "LightOnOcrForConditionalGeneration": Wrapper("qwen3"),
     "Llama4ForConditionalGeneration": Wrapper("llama4_text"),
     "LlavaForConditionalGeneration": Wrapper("llama"),

@@ -9,20 +9,18 @@ import msgspec
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import SelectiveShape
+from manta.workers.models.recurrent_shapes import ConvolvedShape, SelectiveShape
 from manta.workers.models.specs import (
     DecoderSpec,
     ExpertsSpec,
     GatedMlpSpec,
     LayerSpec,
-    LinearSpec,
     MixerSpec,
     RecurrentSpec,
     SharedBlockSpec,
     SideBySideSpec,
-    Split,
-    WeightPart,
 )
+from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 
 EXACT_GATES = 16
 """Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""
@@ -72,6 +70,10 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: 
     for size in inner_sizes:
         if size % num_ranks:
             return f"the intermediate size {size}"
+    if isinstance(config.recurrent, ConvolvedShape):
+        return "the convolutions of queries and keys"
+    if isinstance(config.recurrent, SelectiveShape) and config.recurrent.num_heads > 1:
+        return f"the {config.recurrent.num_heads} heads of Mamba"
     if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):
         return "the channels and heads of the recurrent states"
     if not exact:

@@ -10,7 +10,7 @@ import torch
 
 from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
-from manta.workers.kernels import build, cpu, cpu_decoder, cpu_exact, cpu_experts, cpu_sampler, processor
+from manta.workers.kernels import build, cpu, cpu_decoder, cpu_exact, cpu_experts, cpu_products, cpu_sampler, processor
 from manta.workers.kernels.adapted_linear import LinearAdapting
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
@@ -39,7 +39,7 @@ class _ExactKernels:
     layer_norm = staticmethod(cpu_exact.layer_norm)
     cap = staticmethod(cpu_exact.cap)
     log1p = staticmethod(cpu_exact.log1p)
-    head_products = staticmethod(cpu_exact.head_products)
+    head_products = staticmethod(cpu_products.head_products)
     recurrent = cpu.recurrent
     route = staticmethod(cpu_exact.route)
 

@@ -9,21 +9,20 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Protocol, overload
+from collections.abc import Callable
+from typing import overload
 
 import msgspec
 import torch
 
 from manta.workers.adapters.adapter_bank import AdapterBank
-from manta.workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
+from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
-from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.unread_tensors import check_all_used
-from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
+from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
@@ -36,9 +35,9 @@ from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    DeepRouterWeights,
     DraftHeadWeights,
     Embedding,
-    Experts,
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
@@ -53,6 +52,7 @@ from manta.workers.kernels.weights import (
     NormGateWeights,
     RecurrentWeights,
     RowNorm,
+    ScalingWeights,
     SharedBlockWeights,
     SharedLinears,
     ShortConvWeights,
@@ -61,9 +61,11 @@ from manta.workers.kernels.weights import (
     UpdatesWeights,
 )
 from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
-from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
+    DeepRouterSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
@@ -72,18 +74,17 @@ from manta.workers.models.specs import (
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
-    LinearSpec,
     LowRankSpec,
     MixerSpec,
-    NormSpec,
+    NormGateSpec,
     RecurrentSpec,
+    ScalingSpec,
     SharedBlockSpec,
     SideBySideSpec,
-    Split,
     StreamsSpec,
-    TensorSpec,
     UpdatesSpec,
 )
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import (
     ExactExpertsOfRanks,
@@ -96,6 +97,7 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.weight_platform import WeightPlatform
 
 
 def load_model(
@@ -130,7 +132,7 @@ def load_model(
     share = shard_config(config, group.num_ranks, expert_parallel)
     with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact, expert_parallel)) as shared:
         compute_dtype = platform.torch_dtype(dtype)
-        loader = _WeightLoader(
+        loader = WeightLoader(
             checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank
         )
         loaded = loader.load()
@@ -162,7 +164,7 @@ def load_draft_head(
     content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
     with platform.shared_linears(content) as shared:
         compute_dtype = platform.torch_dtype(dtype)
-        loader = _WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
+        loader = WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
         return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
 
 
@@ -183,56 +185,7 @@ def _identity(
     return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split} {experts}"
 
 
-def check_tensors(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    weights: str = "auto",
-    bank: AdapterBank | None = None,
-    with_draft_head: bool = False,
-) -> WeightTally:
-    """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
-    tensor's data, except to compare the head of a tied model with its embedding if it is stored too. If
-    `with_draft_head`, it must have what `load_draft_head` needs too.
-
-    For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
-    tally says both. A `bank` gets the linears that take adapters, without weights. Returns the memory that the weights
-    take. Raises `ModelError` as `load_model` does.
-    """
-    rounded = "auto" if weights == "dense" else weights
-    counting = CountingPlatform()
-    checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
-    config = checkpoint.as_stored(config)
-    loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
-    loaded = loader.load()
-    check_all_used(checkpoint, config, loader.spec)
-    if with_draft_head:
-        own = draft_head_config(config)
-        of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
-        of_draft_head.load_draft_head(describe_draft_head(config), loaded)
-    if config.quantization is not None:
-        tally.stored = stored_linears(loader.linears, loader.spec)
-    return tally
-
-
-class _WeightPlatform(Protocol):
-    """The members of a `Platform` that concern weights."""
-
-    keeps_float8: bool
-
-    def make_linear(self, weight: LinearWeight) -> Linear: ...
-
-    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
-
-    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
-
-    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def tied_head(self, table: torch.Tensor) -> Linear | None: ...
-
-
-class _WeightLoader:
+class WeightLoader:
     """Loads the weights that a family describes, a rank's share of each. A linear is read, packed by the platform, or
     in memory that processes share, and joined to those of the other ranks.
     """
@@ -242,7 +195,7 @@ class _WeightLoader:
         checkpoint: Checkpoint,
         config: ModelConfig,
         dtype: torch.dtype,
-        platform: _WeightPlatform,
+        platform: WeightPlatform,
         group: Group,
         weights: str,
         exact: bool,
@@ -281,7 +234,8 @@ class _WeightLoader:
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+        scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -315,9 +269,7 @@ class _WeightLoader:
         )
 
     def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
-        qkv = self._of_block(spec.attention.qkv)
-        if spec.attention_adapter is not None:
-            qkv = self._with_low_rank(qkv, spec.attention_adapter)
+        qkv = self._with_low_rank(self._of_block(spec.attention.qkv), spec.attention_adapter)
         gate_up = self._with_low_rank(self._of_block(spec.mlp.gated), spec.mlp_adapter)
         return SharedBlockWeights(
             self._norm(spec.input_norm),
@@ -334,7 +286,9 @@ class _WeightLoader:
             self._of_blocks[spec] = self._linear(spec)
         return self._of_blocks[spec]
 
-    def _with_low_rank(self, linear: Linear, spec: LowRankSpec) -> Linear:
+    def _with_low_rank(self, linear: Linear, spec: LowRankSpec | None) -> Linear:
+        if spec is None:
+            return linear
         return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
 
     def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
@@ -364,8 +318,22 @@ class _WeightLoader:
             None if spec.block is None else self._block(spec.block),
             None if spec.updates is None else self._updates(spec.updates),
             None if spec.shortcut is None else self._experts(spec.shortcut),
-            *(None if gate is None else NormGateWeights(*map(self._linear, gate)) for gate in spec.norm_gates),
+            self._norm_gate(spec.input_gate),
+            self._norm_gate(spec.mlp_gate),
+            self._scaling(spec.mixer_scaling),
+            self._scaling(spec.mlp_scaling),
         )
+
+    def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
+        return None if spec is None else NormGateWeights(*map(self._linear, spec))
+
+    def _scaling(self, spec: ScalingSpec | None) -> ScalingWeights | None:
+        return None if spec is None else ScalingWeights(*self._vectors(spec.update), *self._vectors(spec.stream))
+
+    def _vectors(self, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors [hidden] in the model's dtype."""
+        first, second = (self.linears.read_vector(name, self._config.hidden_size, Split.NOTHING) for name in names)
+        return self._platform.place_weight(first, self._dtype), self._platform.place_weight(second, self._dtype)
 
     def _scalar(self, name: str) -> float:
         stored = self._checkpoint.view(name, (1,))
@@ -406,6 +374,16 @@ class _WeightLoader:
             self._choice_bias(spec),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+            deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
+        )
+
+    def _deep_router(self, spec: DeepRouterSpec) -> DeepRouterWeights:
+        width, (first, second) = spec.norm.size, map(self._plain_linear, spec.hidden)
+        return DeepRouterWeights(
+            self._plain_linear(spec.down),
+            None if spec.previous_scale is None else self._numbers(spec.previous_scale, width),
+            self._numbers(f"{spec.norm.name}.weight", width),
+            (first, second),
         )
 
     def _choice_bias(self, spec: ExpertsSpec) -> torch.Tensor | None:
@@ -431,10 +409,13 @@ class _WeightLoader:
         return self._platform.make_router(dense, bias)
 
     def _of_experts(self, name: str) -> torch.Tensor:
-        """Returns a tensor with a number for each expert, in float32."""
+        """Returns a tensor with a number for each score of the router, in float32."""
         assert self._config.experts is not None
-        numbers = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
-        return self._platform.place_weight(numbers, torch.float32)
+        return self._numbers(name, self._config.experts.num_scores)
+
+    def _numbers(self, name: str, size: int) -> torch.Tensor:
+        """Returns a tensor [size], whole on every rank, in float32."""
+        return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
         shape = self._config.latent
@@ -454,6 +435,7 @@ class _WeightLoader:
             values=self._platform.place_weight(values, self._dtype),
             output=self._adapted(spec.output),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer),
+            gate=None if spec.gate is None else self._adapted(spec.gate),
         )
         self._checkpoint.release()
         return weights
@@ -484,6 +466,8 @@ class _WeightLoader:
 
     def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
         tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
+        if isinstance(spec.shape, ConvolvedShape):
+            tensors["mixing"] = mixing_layout(tensors["mixing"], spec.shape)
         return RecurrentWeights(
             spec.kind,
             spec.shape.share(self._group.num_ranks),

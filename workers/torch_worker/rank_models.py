@@ -29,7 +29,8 @@ from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-from manta.workers.torch_worker.loader import check_tensors, load_draft_head, load_model, rank_shard
+from manta.workers.torch_worker.loader import load_draft_head, load_model, rank_shard
+from manta.workers.torch_worker.tensor_check import check_tensors
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
