@@ -70,9 +70,9 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: 
     for size in inner_sizes:
         if size % num_ranks:
             return f"the intermediate size {size}"
-    if isinstance(config.recurrent, ConvolvedShape):
+    if num_ranks > 1 and isinstance(config.recurrent, ConvolvedShape):
         return "the convolutions of queries and keys"
-    if isinstance(config.recurrent, SelectiveShape) and config.recurrent.num_heads > 1:
+    if num_ranks > 1 and isinstance(config.recurrent, SelectiveShape) and config.recurrent.num_heads > 1:
         return f"the {config.recurrent.num_heads} heads of Mamba"
     if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):
         return "the channels and heads of the recurrent states"
