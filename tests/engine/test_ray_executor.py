@@ -190,7 +190,6 @@ def test_killing_ranks_one_by_one_costs_no_token(llm: LLM, expected: list[Any], 
     assert stats.num_rank_disagreements == 0
 
 
-@pytest.mark.prove
 def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any]) -> None:
     """The next request finds the ranks there."""
     num_rebuilds = llm.engine.stats().num_rank_rebuilds
@@ -232,7 +231,6 @@ def with_adapters(llm: LLM, *digests: str, victim: int | None = None) -> list[li
     return list(found.values())
 
 
-@pytest.mark.prove
 def test_ranks_read_adapters_beside_the_steps_and_get_them_back_when_they_restart(llm: LLM, made: Adapters) -> None:
     engine, folders = llm.engine, {}
 
@@ -416,7 +414,6 @@ def test_a_rank_that_hangs_while_it_loads_again_is_given_up(llm: LLM, tmp_path: 
     group.stop()
 
 
-@pytest.mark.prove
 def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
     """The group of the engine at hand tries to load another model once a rank has died. An engine that cannot be
     rebuilt says so, and its ranks leave.
