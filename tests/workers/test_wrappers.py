@@ -25,7 +25,7 @@ from manta.workers.models.families import FAMILIES
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.text_families import TEXT_FAMILIES
-from manta.workers.models.wrappers import WRAPPERS, text_decoder
+from manta.workers.models.wrappers import DECODERS, WRAPPERS, text_decoder
 from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.workers.test_layer_kinds import CASES, changed, folder_of, logits_of, rewritten
@@ -96,6 +96,14 @@ def test_a_key_that_is_missing_has_the_value_of_transformers(model_type: str) ->
 def read(architecture: str, values: dict[str, Any]) -> ModelConfig:
     raw = RawConfig(values | {"architectures": [architecture]}, "config.json")
     return FAMILIES[architecture].read_config(raw)
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_a_decoder_under_another_name_is_of_its_native_family(architecture: str, tmp_path: pathlib.Path) -> None:
+    CONFIG_MAPPING[DECODERS[architecture]](architectures=[architecture]).save_pretrained(tmp_path)
+    config = load_model_config(tmp_path)
+    assert config.native
+    assert config.architecture == TEXT_FAMILIES[DECODERS[architecture]].architecture
 
 
 class Form(NamedTuple):

@@ -300,6 +300,8 @@ _TEXT_NAMES = {
     "language_model.model.": "model.",
     "language_model.backbone.": "backbone.",
     "language_model.lm_head.": "lm_head.",
+    "text_model.model.": "model.",
+    "text_model.lm_head.": "lm_head.",
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
     "model.language_model.": "model.",

@@ -127,7 +127,7 @@ def _read_decoder(
         return msgspec.structs.replace(config, architecture=of_text, wrapper=architecture), text
     if (decoder := bare_decoder(raw)) is not None:
         of_decoder, completed = decoder
-        return (FAMILIES[of_decoder].read_config(completed),)
+        return (msgspec.structs.replace(FAMILIES[of_decoder].read_config(completed), architecture=of_decoder),)
     family = OTHER_NAMES.get(architecture, architecture)
     if family in FAMILIES and raw.values.get("model_type") not in OTHER_MODEL_TYPES:
         return (msgspec.structs.replace(FAMILIES[family].read_config(raw), architecture=family),)
