@@ -139,7 +139,7 @@ class World:
         models = Models()
         self.streams = StreamsOfModels()
         self.changes = ModelChanges()
-        """What operators have changed."""
+        """The fleet asks here what operators have changed."""
         config = ServeConfig(**options)
         self.app: Any = HttpApp(
             config, None, AllEngines(models), Metrics(""), models=models, streams=self.streams, prefix_secret=bytes(32)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from manta.workers.models import latent, llama
 from manta.workers.models.deepseek_v3 import read_sigmoid_experts, with_sigmoid_experts
 from manta.workers.models.dense import FULL
@@ -55,9 +53,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         least_log_decay=least if raw["kda_safe_gate"].flag(True) else 0.0,
     )
     config = read_sigmoid_experts(raw, config, _EXPERTS)
-    most_trial_layers = config.num_trial_layers
-    config = with_states(config, kinds, shape)
-    return msgspec.structs.replace(config, num_trial_layers=max(config.num_trial_layers, most_trial_layers))
+    return with_states(config, kinds, shape)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

@@ -64,9 +64,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         norm_eps=config.rms_norm_eps,
     )
     config = read_sigmoid_experts(raw, config, _EXPERTS)
-    most_trial_layers = config.num_trial_layers
-    config = with_states(config, kinds, shape)
-    return msgspec.structs.replace(config, num_trial_layers=max(config.num_trial_layers, most_trial_layers))
+    return with_states(config, kinds, shape)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

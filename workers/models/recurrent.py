@@ -44,14 +44,16 @@ def read_kinds(raw: RawConfig, num_layers: int, usual: Callable[[], Sequence[str
 
 
 def with_states(config: ModelConfig, kinds: Sequence[str], shape: RecurrentShape) -> ModelConfig:
-    """Returns the same model, whose layers of the kind `LINEAR` have a recurrent mixer instead of attention."""
+    """Returns the same model, whose layers of the kind `LINEAR` have a recurrent mixer instead of attention. A trial
+    takes as many layers as before, or as many more as it takes to meet every kind.
+    """
     state = shape.state
     return msgspec.structs.replace(
         config,
         recurrent=shape,
         layer_states=tuple(state if kind == LINEAR else None for kind in kinds),
         layer_attends=tuple(kind != LINEAR for kind in kinds),
-        num_trial_layers=trial_layers(kinds),
+        num_trial_layers=max(config.num_trial_layers, trial_layers(kinds)),
     )
 
 

@@ -14,7 +14,14 @@ from manta.workers.models.recurrent_shapes import RecurrentKind, SelectiveShape
 from manta.workers.models.row_places import ExpertRows, HeadPiece
 from manta.workers.models.specs import DecoderSpec, LayerSpec, RecurrentSpec, SharedBlockSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
-from manta.workers.models.zamba2 import HYBRID, block_attention, block_owners, read_hybrid_kinds, read_with_blocks
+from manta.workers.models.zamba2 import (
+    HYBRID,
+    block_attention,
+    block_owners,
+    mamba_layer,
+    read_hybrid_kinds,
+    read_with_blocks,
+)
 
 ARCHITECTURE = "ZambaForCausalLM"
 
@@ -58,13 +65,7 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
-    assert config.shared_blocks is not None
-    prefix, owner = f"model.layers.{index}", config.shared_blocks.owners[index]
-    own = prefix if owner is None else f"{prefix}.mamba_decoder"
-    norm, mixer = NormSpec(f"{own}.input_layernorm", config.hidden_size), _mamba(config, f"{own}.mamba")
-    if owner is None:
-        return LayerSpec(norm, mixer, None, None)
-    return LayerSpec(None, mixer, None, None, block=_block(config, index, owner, norm))
+    return mamba_layer(config, index, _mamba, _block)
 
 
 def _block(config: ModelConfig, index: int, owner: int, mixer_norm: NormSpec) -> SharedBlockSpec:

@@ -4,6 +4,8 @@ residual stream and the embedding, whose weights several layers share but for an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from manta.workers.models import bamba
@@ -11,7 +13,15 @@ from manta.workers.models.dense import read_dense, read_rope, trial_layers
 from manta.workers.models.model_config import ModelConfig, SharedBlocks
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, StateSpaceKeys, StateSpaceSizes, read_state_space, state_space
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, GatedMlpSpec, LayerSpec, LowRankSpec, SharedBlockSpec
+from manta.workers.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LowRankSpec,
+    RecurrentSpec,
+    SharedBlockSpec,
+)
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 ARCHITECTURE = "Zamba2ForCausalLM"
@@ -112,16 +122,30 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    return mamba_layer(config, index, state_space, _block)
+
+
+def mamba_layer(
+    config: ModelConfig,
+    index: int,
+    mamba: Callable[[ModelConfig, str], RecurrentSpec],
+    block: Callable[[ModelConfig, int, int, NormSpec], SharedBlockSpec],
+) -> LayerSpec:
+    """Returns a layer with the mixer that `mamba` describes from its name, behind the shared block, if it has one, that
+    `block` describes from the layer, the layer that owns it and the norm before the mixer.
+    """
     assert config.shared_blocks is not None
     prefix, owner = f"model.layers.{index}", config.shared_blocks.owners[index]
     own = prefix if owner is None else f"{prefix}.mamba_decoder"
-    norm, mixer = NormSpec(f"{own}.input_layernorm", config.hidden_size), state_space(config, f"{own}.mamba")
+    norm, mixer = NormSpec(f"{own}.input_layernorm", config.hidden_size), mamba(config, f"{own}.mamba")
     if owner is None:
         return LayerSpec(norm, mixer, None, None)
-    return LayerSpec(None, mixer, None, None, block=_block(config, config.shared_blocks, index, owner, norm))
+    return LayerSpec(None, mixer, None, None, block=block(config, index, owner, norm))
 
 
-def _block(config: ModelConfig, blocks: SharedBlocks, index: int, owner: int, mixer_norm: NormSpec) -> SharedBlockSpec:
+def _block(config: ModelConfig, index: int, owner: int, mixer_norm: NormSpec) -> SharedBlockSpec:
+    blocks = config.shared_blocks
+    assert blocks is not None
     prefix, hidden = f"model.layers.{owner}.shared_transformer", config.hidden_size
     own = sum(attends for attends in config.attends[:index])
     attention, mlp = block_attention(config, f"{prefix}.self_attn"), _mlp(config, f"{prefix}.feed_forward")

@@ -133,8 +133,8 @@ async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
 
 
 class ServerState:
-    """What the models of an address share in one process. `models` is the table of several; None is for an only model.
-    `document` is the OpenAPI document of all routes; `prefix_secret` keys the roots of the prefix cache.
+    """Holds what the models of an address share in one process. `models` is the table of several; None is for an only
+    model. `document` is the OpenAPI document of all routes, and `prefix_secret` keys the roots of the prefix cache.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class ServerState:
 
 
 class AppState:
-    """What answers the requests of one model of an address, or those that name none of several models. `admission` has
-    the checks of the address; None makes them.
+    """Holds what answers the requests of one model of an address, or those that name none of several models.
+    `admission` has the checks of the address; None makes them.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ WARM = "--warm"
 
 
 class Start(msgspec.Struct, array_like=True):
-    """What a fork needs of its stand-in, beside the standard streams."""
+    """A stand-in's request for a fork, which is sent with the descriptors of its standard streams."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -137,8 +137,11 @@ def _connected(key: str) -> socket.socket | None:
         connection.close()
         _spawn(key, os.environ)
         return None
+    if not _is_own_user(connection):
+        connection.close()
+        return None
     connection.settimeout(None)
-    return connection if _is_own_user(connection) else None
+    return connection
 
 
 def _number(connection: socket.socket) -> int | None:

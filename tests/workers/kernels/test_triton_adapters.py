@@ -49,7 +49,7 @@ def low_rank(seed: int, rank: int, dtype: torch.dtype) -> LowRank:
 
 
 def on_device(low_rank: LowRank) -> LowRank:
-    """For `TorchAdaptedLinear`, which computes where its halves are."""
+    """Returns the same halves on the device, where `TorchAdaptedLinear` then computes."""
     return LowRank(low_rank.a.to(DEVICE), tuple(part._replace(b=part.b.to(DEVICE)) for part in low_rank.parts))
 
 
