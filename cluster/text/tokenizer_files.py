@@ -126,9 +126,7 @@ def _chat_templates(folder: pathlib.Path, config: RawConfig) -> dict[str, str]:
                 f"{folder / OTHER_TEMPLATES} holds {len(others)} templates and the limit is {_MOST_TEMPLATES}; "
                 "remove some"
             )
-        texts = {
-            path.stem: read_text(folder, f"{OTHER_TEMPLATES}/{path.name}", MOST_TEMPLATE_BYTES) for path in others
-        }
+        texts = {path.stem: read_text(folder, f"{OTHER_TEMPLATES}/{path.name}", MOST_TEMPLATE_BYTES) for path in others}
         return {"default": read_text(folder, _TEMPLATE, MOST_TEMPLATE_BYTES)} | texts
     found = _read(folder, "chat_template.json")["chat_template"]
     if not found.value:

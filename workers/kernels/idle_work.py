@@ -21,8 +21,8 @@ _END_S = 2.0
 """Seconds for which a process that ends waits until the work has stopped."""
 
 
-def begin(work: Callable[[Callable[[], bool]], None], failure: str) -> None:
-    """Calls `work` in a thread, `DELAY_S` from now. Its argument is a function that returns whether the process ends:
+def begin(work: Callable[[Callable[[], bool]], None], failure: str, delay_s: float = DELAY_S) -> None:
+    """Calls `work` in a thread, `delay_s` from now. Its argument is a function that returns whether the process ends:
     `work` then returns soon. An error is logged after the text `failure`.
     """
     over = threading.Event()
@@ -35,7 +35,7 @@ def begin(work: Callable[[Callable[[], bool]], None], failure: str) -> None:
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            if not over.wait(DELAY_S):
+            if not over.wait(delay_s):
                 work(over.is_set)
         except (OSError, RuntimeError, MemoryError) as error:
             logger.warning("%s: %s", failure, error)
