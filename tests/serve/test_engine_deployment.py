@@ -165,16 +165,19 @@ def test_a_constraints_time_counts_against_its_request(monkeypatch, new_replica:
     asyncio.run(scenario())
 
 
-def test_an_engine_that_requests_wait_for_makes_what_constraints_need_later(new_replica: Replicas) -> None:
+def test_an_engine_that_requests_wait_for_makes_what_constraints_need_later(monkeypatch, new_replica: Replicas) -> None:
     """When the first one comes, or when nothing runs at a check of its health after the first."""
 
     async def scenario() -> None:
         replica, ingress = new_replica(is_awaited=True), Ingress()
         address = await ingress.receiver.start()
         await replica.check_health()
-        running = asyncio.ensure_future(replica.generate(request("plain"), address))
-        await ingress.first()
+        step, may_go = replica.engine.step, threading.Event()
+        monkeypatch.setattr(replica.engine, "step", lambda: (may_go.wait(PATIENCE_S), step())[1])
+        running = asyncio.ensure_future(replica.generate(request("plain", 3), address))
+        await until(lambda: replica.engine.has_unfinished)
         await replica.check_health()
+        may_go.set()
         assert not replica.engine.stats().constraints.num_compilers
         assert (await running).finish is FinishStatus.FINISHED_LENGTH
         await replica.check_health()
