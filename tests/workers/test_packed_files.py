@@ -234,6 +234,8 @@ DAMAGES: dict[str, Callable[[pathlib.Path], object]] = {
     "a bit of the checksums": lambda file: flip(file, file.stat().st_size - 60),
     "a bit of the mark": lambda file: flip(file, file.stat().st_size - 1),
     "half of it": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "its last bytes": lambda file: os.truncate(file, file.stat().st_size - 3),
+    "zeros to its end": lambda file: file.write_bytes(file.read_bytes()[:4096].ljust(file.stat().st_size, b"\0")),
     "all of it": lambda file: os.truncate(file, 0),
     "a page of zeros": lambda file: file.write_bytes(file.read_bytes()[:4096] + bytes(4096) + file.read_bytes()[8192:]),
     "another file's": lambda file: file.write_bytes(other_content(file)),
@@ -246,7 +248,7 @@ def other_content(file: pathlib.Path) -> bytes:
     return other.read_bytes()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_removed_and_written_again(
     damage: str, cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path, caplog: pytest.LogCaptureFixture
