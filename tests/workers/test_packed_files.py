@@ -103,7 +103,7 @@ def is_mapped(file: pathlib.Path) -> bool:
 
 @functools.cache
 def adapter() -> str:
-    return adapters_of(checkpoint("llama")).add("kept", 3, target_modules=["q_proj", "down_proj"])
+    return adapters_of(checkpoint("llama")).add("packed", 5, target_modules=["q_proj", "down_proj"])
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,7 +139,7 @@ def test_a_later_engine_maps_what_an_earlier_one_has_packed(
     if "adapters" in options:
         options = {"adapters": {"kept": adapter()}}
     elif "speculative" in options:
-        draft = shutil.copytree(source, tmp_path / "draft")
+        draft = shutil.copytree(checkpoint("qwen3"), tmp_path / "draft")
         options, num_files = {"speculative": {**options["speculative"], "draft_model": str(draft)}}, 2
     packed, _ = run(folder, options)
     gc.collect()
@@ -273,9 +273,9 @@ def test_a_checkpoint_that_was_changed_in_place_is_packed_anew(
     before = keep(folder, idle)
     weights = folder / "model.safetensors"
     status = weights.stat()
-    tensors = safetensors.torch.load_file(weights)
+    tensors = {name: tensor * 0.75 for name, tensor in safetensors.torch.load_file(weights).items()}
     with weights.open("r+b") as file:
-        file.write(safetensors.torch.save({name: tensor * 0.75 for name, tensor in tensors.items()}))
+        file.write(safetensors.torch.save(tensors, {"format": "pt"}))
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     expected = logits(load(folder, max_bytes=0))
