@@ -24,13 +24,13 @@ def test_files_that_were_changed_are_read_again(folder: pathlib.Path) -> None:
     assert kept.read(str(folder)) is first
     file = folder / "tokenizer.json"
     status, text = file.stat(), file.read_text()
-    token = first.token_text(300)
-    changed = text.replace(f'"{token}": 300', f'"{token[::-1]}": 300')
+    x, y = first.token_to_id("x"), first.token_to_id("y")
+    changed = text.replace(f'"x": {x},', f'"x": {y},').replace(f'"y": {y},', f'"y": {x},')
     assert (changed != text, len(changed)) == (True, len(text))
     file.write_text(changed)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     second = kept.read(folder)
-    assert second.token_text(300) == token[::-1]
+    assert (first.encode("x"), second.encode("x")) == ([x], [y])
     template = folder / "chat_template.jinja"
     template.write_text("{{ messages[0].content }}")
     third = kept.read(folder)
@@ -38,7 +38,6 @@ def test_files_that_were_changed_are_read_again(folder: pathlib.Path) -> None:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     assert kept.read(folder).chat_template_source(tools=True) == "tools"
-    assert first.token_text(300) == token
 
 
 def test_those_that_were_used_longest_ago_leave(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
