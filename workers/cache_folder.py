@@ -77,18 +77,37 @@ def write_private(path: pathlib.Path, *parts: bytes | memoryview) -> None:
 @contextlib.contextmanager
 def new_private(path: pathlib.Path) -> Iterator[BinaryIO]:
     """Gives a file to write to, which only this user can read, and which has its path from the end of the context on.
-    Readers see the old content or the new one, even if this process is killed. If the body raises, there is no file.
-    After a crash of the machine the content may be torn, because nothing waits for the disk.
+    Readers see the old content or the new one. If the body raises, or if this process is killed, there is no file, and
+    where files can have no name nothing is left of it. After a crash of the machine the content may be torn, because
+    nothing waits for the disk.
     """
     partial = path.with_name(f"{PARTIAL}{secrets.token_hex(16)}")
+    unnamed = _open_unnamed(path.parent)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     try:
-        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+        with open(os.open(partial, flags, 0o600) if unnamed is None else unnamed, "wb") as file:
             yield file
+            if unnamed is not None:
+                file.flush()
+                # Only with a descriptor of a folder, of which an absolute path makes no use, Python follows the link
+                os.link(f"/proc/self/fd/{unnamed}", partial, src_dir_fd=unnamed, follow_symlinks=True)
         os.rename(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def _open_unnamed(folder: pathlib.Path) -> int | None:
+    """Opens a new file without a name for writing, of which nothing is left if nobody gives it one. None if the system
+    or the folder's file system has none.
+    """
+    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
 
 
 def read_private(path: pathlib.Path) -> tuple[bytearray, os.stat_result] | None:
