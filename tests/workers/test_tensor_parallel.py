@@ -33,6 +33,7 @@ from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.draft_heads import folder_with_head
+from tests.eagle3_heads import eagle3_folder
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.pairs import in_turns
 from tests.specdecode.test_speculative import SAMPLED
@@ -162,6 +163,13 @@ def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_s
 @pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.prove)])
 def test_rank_0_drafts_with_the_head_of_the_checkpoint(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_with_head(kind)), **drafting("mtp"))
+
+
+@pytest.mark.parametrize("name", ["SpecForge", pytest.param("speculators", marks=pytest.mark.prove)])
+def test_rank_0_drafts_with_an_eagle3_head(two: RankProcesses, name: str) -> None:
+    """It reads the whole model's residual stream, which every rank has."""
+    folder = str(checkpoint("llama", dtype="float32"))
+    assert_same(two, ALL_GREEDY, folder, **drafting("eagle3", draft_model=str(eagle3_folder(name))))
 
 
 def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
