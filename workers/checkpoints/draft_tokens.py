@@ -10,10 +10,13 @@ from manta.workers.checkpoints.model_folder import read_json_object
 from manta.workers.checkpoints.tensor_files import TensorFiles
 from manta.workers.models import eagle3
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.variants import Variant, variants_of
 
 _OFFSETS = "d2t"
 """The tensor [vocab_size] of the differences between the model's token and the head's, for each of the head's."""
 _TYPES = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+_NO_STREAM = frozenset({Variant.STREAMS, Variant.SHORTCUT})
+"""What models have whose layers do not each end with the whole hidden state."""
 _REMEDY = "take a head that was trained for this model"
 
 
@@ -28,10 +31,10 @@ def eagle3_head(folder: pathlib.Path, target: ModelConfig) -> ModelConfig:
             f"the proposer eagle3 reads hidden states between layers, and {target.architecture} runs through "
             "transformers; take the proposer ngram, or a draft model"
         )
-    if target.streams is not None:
+    if others := sorted(each.value for each in variants_of(target) & _NO_STREAM):
         raise ModelError(
-            f"the proposer eagle3 reads one residual stream, and {target.architecture} has several; take the proposer "
-            "ngram, or a draft model"
+            f"the proposer eagle3 reads the residual stream between layers, and {target.architecture} has "
+            f"{', '.join(others)}; take the proposer ngram, or a draft model"
         )
     target_ids(TensorFiles(folder, read_ahead=False), config)
     return config
