@@ -36,7 +36,7 @@ from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_model
 from tests.conftest import PROVE
 from tests.eagle3_heads import FORMS, Eagle3Formula, eagle3_folder, tensors_of, write_eagle3
-from tests.engine.histories import BLOCK, GREEDY
+from tests.engine.histories import BLOCK, GREEDY, prompts
 from tests.specdecode.test_draft_heads import HISTORIES, drafts_of, run
 from tests.workers.test_layer_kinds import CASES, folder_of
 from tests.workers.test_models import random_tokens
@@ -44,6 +44,8 @@ from tests.workers.test_models import random_tokens
 NUM_TOKENS = 60
 CHOSEN = {7: 100.0, 8: 100.0, 9: 100.0}
 """A bias after which model and head draw one of three tokens, so that drafts are accepted."""
+BIASED = msgspec.structs.replace(GREEDY, logit_bias=CHOSEN)
+BIASED_TEXTS = [random_tokens(40)[start:] for start in (0, 3, 7, 20)]
 
 
 def llama() -> pathlib.Path:
@@ -153,37 +155,42 @@ def make_llm(folder: pathlib.Path, name: str = "SpecForge", num_blocks: int = 64
     return LLM(str(folder), **(defaults | options))
 
 
+def plain(folder: pathlib.Path) -> LLM:
+    """An engine without drafts, whose tokens other tests compare with transformers'."""
+    return LLM(str(folder), dtype="float32", num_threads=1)
+
+
 @functools.cache
-def plain(folder: pathlib.Path, params: str) -> list[list[int]]:
-    """The tokens without drafts, which other tests compare with transformers'."""
-    llm = LLM(str(folder), dtype="float32", num_threads=1)
-    return run(llm, msgspec.json.decode(params, type=SamplingParams))
+def greedy(folder: pathlib.Path) -> list[list[int]]:
+    return run(plain(folder))
 
 
-def expected(folder: pathlib.Path, params: SamplingParams = GREEDY) -> list[list[int]]:
-    return plain(folder, msgspec.json.encode(params).decode())
+@functools.cache
+def biased() -> list[list[int]]:
+    return run(plain(llama()), BIASED, BIASED_TEXTS)
 
 
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("name", ["SpecForge", pytest.param("speculators", marks=pytest.mark.prove)])
 def test_no_draft_changes_a_token_and_drafts_are_those_of_the_formula(name: str, history: str) -> None:
-    llm, formula = make_llm(llama(), name, **HISTORIES[history]), Eagle3Formula(name, llama())
-    params = msgspec.structs.replace(GREEDY, logit_bias=CHOSEN)
+    """The drafts of texts that begin alike are others where these part, inside of a block."""
+    llm, formula, texts = make_llm(llama(), name, **HISTORIES[history]), Eagle3Formula(name, llama()), prompts()[:3]
     seen = drafts_of(llm)
-    assert run(llm, params) == expected(llama(), params)
-    hits = llm.engine.stats().prefix_cache_hits
-    assert run(llm) == expected(llama()), "from cached prefixes"
+    assert run(llm, texts=texts) == greedy(llama())[:3]
+    hits, num_first = llm.engine.stats().prefix_cache_hits, len(seen)
+    assert run(llm, texts=texts) == greedy(llama())[:3], "from cached prefixes"
+    assert llm.engine.stats().prefix_cache_hits > hits
+    num_greedy = len(seen)
+    assert min(num_first, num_greedy - num_first) > 20
+    assert run(llm, BIASED, BIASED_TEXTS) == biased()
+    for index, (tokens, drafts) in enumerate(seen):
+        if index % (2 if PROVE else 8) == 0:
+            assert drafts == formula.drafts(tokens, len(drafts), CHOSEN if index >= num_greedy else None)
+    assert run(llm) == greedy(llama())
     stats = llm.engine.stats()
-    assert stats.prefix_cache_hits > hits
     assert bool(stats.num_preemptions) == (history == "preempted")
     assert sum(stats.drafts.accepted["eagle3"]) > 5
     assert len(stats.drafts.drafted["eagle3"]) == 3
-    biased = [each for each in seen if set(each[1]) <= set(CHOSEN)]
-    others = [each for each in seen if not set(each[1]) & set(CHOSEN)]
-    assert min(len(biased), len(others)) > 10
-    for bias, found in ((CHOSEN, biased), (None, others)):
-        for tokens, drafts in found[:: 2 if PROVE else 8]:
-            assert drafts == formula.drafts(tokens, len(drafts), bias)
 
 
 @pytest.mark.prove
@@ -193,14 +200,14 @@ def test_heads_of_models_with_other_layers(kind: str) -> None:
     for history in HISTORIES.values():
         llm = make_llm(folder_of(kind), **history)
         for _ in range(2):
-            assert run(llm) == expected(folder_of(kind))
+            assert run(llm) == greedy(folder_of(kind))
         assert sum(llm.engine.stats().drafts.drafted["eagle3"]) > 100
 
 
 def test_seeded_choices_are_those_without_drafts() -> None:
     params = SamplingParams(n=3, seed=3, temperature=0.8, top_p=0.9, max_tokens=16, ignore_eos=True, logit_bias=CHOSEN)
     llm = make_llm(llama())
-    assert run(llm, params) == run(LLM(str(llama()), dtype="float32", num_threads=1), params)
+    assert run(llm, params) == run(plain(llama()), params)
     assert sum(llm.engine.stats().drafts.accepted["eagle3"]) > 20
 
 
@@ -214,7 +221,7 @@ def test_a_head_is_rounded_like_its_model(options: dict[str, Any]) -> None:
 
 def test_adaptive_lengths_stop_what_does_not_pay() -> None:
     llm = make_llm(llama(), speculative=eagle3(adaptive=True))
-    assert run(llm) == expected(llama())
+    assert run(llm) == greedy(llama())
 
 
 # ---- what is read, and what is refused -------------------------------------------------------------------------------
@@ -311,6 +318,12 @@ def test_a_head_is_no_model_and_a_model_no_head() -> None:
 def test_models_without_one_stream_are_refused(folder: Callable[[], pathlib.Path], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         eagle3_head(eagle3_folder(), load_model_config(folder()))
+
+
+def test_a_tpu_refuses_heads() -> None:
+    speculative = SpeculativeConfig(proposers=("eagle3",), draft_model=str(eagle3_folder()))
+    with pytest.raises(ModelError, match="device tpu does not compute layers that read an embedding"):
+        check_quickly(EngineConfig(model=str(llama()), device="tpu", speculative=speculative))
 
 
 def taps_of(keys: dict[str, Any], target: ModelConfig, tmp_path: pathlib.Path) -> tuple[int, ...]:

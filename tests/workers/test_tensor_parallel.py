@@ -143,6 +143,7 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
     "beams": (beams, {}),
     "beams in a tiny pool": (beams, {"num_blocks": 12}),
     "n-grams": (generated(*SAMPLED), drafting("ngram")),
+    "an EAGLE-3 head": (generated(*SAMPLED), drafting("eagle3", draft_model=str(eagle3_folder()))),
     "n-grams under constraints": (CONSTRAINED, drafting("ngram")),
     "n-grams, adaptive": (ALL_GREEDY, drafting("ngram", adaptive=True)),
     "a draft model": (generated(*SAMPLED), drafting("draft", draft_model=str(checkpoint("qwen3")))),
@@ -163,13 +164,6 @@ def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_s
 @pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.prove)])
 def test_rank_0_drafts_with_the_head_of_the_checkpoint(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_with_head(kind)), **drafting("mtp"))
-
-
-@pytest.mark.parametrize("name", ["SpecForge", pytest.param("speculators", marks=pytest.mark.prove)])
-def test_rank_0_drafts_with_an_eagle3_head(two: RankProcesses, name: str) -> None:
-    """It reads the whole model's residual stream, which every rank has."""
-    folder = str(checkpoint("llama", dtype="float32"))
-    assert_same(two, ALL_GREEDY, folder, **drafting("eagle3", draft_model=str(eagle3_folder(name))))
 
 
 def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
