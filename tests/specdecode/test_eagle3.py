@@ -37,7 +37,7 @@ from tests.checkpoints import checkpoint, reference_model
 from tests.conftest import PROVE
 from tests.eagle3_heads import FORMS, Eagle3Formula, eagle3_folder, tensors_of, write_eagle3
 from tests.engine.histories import BLOCK, GREEDY, prompts
-from tests.specdecode.test_draft_heads import HISTORIES, drafts_of, run
+from tests.specdecode.test_draft_heads import HISTORIES, drafts_of, quick, run
 from tests.workers.test_layer_kinds import CASES, folder_of
 from tests.workers.test_models import random_tokens
 
@@ -78,7 +78,7 @@ def tapped(folder: pathlib.Path, taps: tuple[int, ...], tokens: list[int], dtype
 KINDS = ("qwen3_next", "deepseek_v3", "gemma4", "mixtral", "minimax", "zamba2", "cohere2")
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(each, marks=pytest.mark.prove) for each in KINDS)])
+@pytest.mark.parametrize("kind", quick(("llama", *KINDS), "llama"))
 def test_streams_are_the_hidden_states_of_transformers(kind: str) -> None:
     folder = llama() if kind == "llama" else folder_of(kind)
     tokens, taps = random_tokens(40), (0, 1, 2)
@@ -170,8 +170,8 @@ def biased() -> list[list[int]]:
     return run(plain(llama()), BIASED, BIASED_TEXTS)
 
 
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("name", ["SpecForge", pytest.param("speculators", marks=pytest.mark.prove)])
+@pytest.mark.parametrize("history", quick(HISTORIES, "preempted"))
+@pytest.mark.parametrize("name", quick(FORMS, "SpecForge"))
 def test_no_draft_changes_a_token_and_drafts_are_those_of_the_formula(name: str, history: str) -> None:
     """The drafts of texts that begin alike are others where these part, inside of a block."""
     llm, formula, texts = make_llm(llama(), name, **HISTORIES[history]), Eagle3Formula(name, llama()), prompts()[:3]
@@ -275,6 +275,7 @@ def test_damaged_heads_are_refused_before_anything_starts(damage: str, tmp_path:
         check_quickly(EngineConfig(model=str(llama()), speculative=speculative))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -16,7 +16,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.checkpoints.stored_draft_head import about_draft_heads
 from tests.converted_gguf import convert
 from tests.draft_heads import folder_with_head
-from tests.specdecode.test_draft_heads import MTP, drafts_of, run
+from tests.specdecode.test_draft_heads import MTP, drafts_of, quick, run
 from tests.workers.recurrent_cases import ROPE
 
 _root = tempfile.TemporaryDirectory(prefix="manta-gguf-heads-")
@@ -45,9 +45,7 @@ def tokens_and_drafts(path: pathlib.Path) -> tuple[list[list[int]], list[tuple[l
     return run(llm), seen
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ("qwen3_5", "glm4_moe") else pytest.mark.prove) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", quick(KINDS, "qwen3_5", "glm4_moe"))
 def test_tokens_and_drafts_are_those_of_the_converted_checkpoint(kind: str) -> None:
     tokens, drafts = tokens_and_drafts(converted(kind))
     assert (tokens, drafts) == tokens_and_drafts(folder_with_head(kind, **KINDS[kind]))
