@@ -357,6 +357,7 @@ class LayerWeights:
     mlp_gate: NormGateWeights | None = None
     mixer_scaling: ScalingWeights | None = None
     mlp_scaling: ScalingWeights | None = None
+    joins_input: bool = False
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -387,6 +388,21 @@ class DraftHeadWeights:
     """2 * hidden -> hidden."""
     decoder: DecoderWeights
     """The head's layer and its last norm, between the model's embedding and output head."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Eagle3Weights:
+    """A draft head, as `Eagle3Spec` of `workers/models/eagle3.py` describes it."""
+
+    fuse: Linear
+    """len(taps) * target_size -> hidden."""
+    embedding_norm: torch.Tensor
+    stream_norm: torch.Tensor | None
+    """The norm of what the head's residual stream begins with; None if the stream begins before its norm."""
+    decoder: DecoderWeights
+    """The head's layer and its last norm, between its embedding and its output head."""
+    target_ids: torch.Tensor | None
+    """The model's token of each that the head drafts, int64 [vocab_size]; None if both have the same tokens."""
 
 
 def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -55,6 +55,7 @@ class Variant(enum.Enum):
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
+    JOINED_INPUT = "layers that read an embedding beside the residual stream"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -84,6 +85,7 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
+            Variant.JOINED_INPUT,
             Variant.EXPERTS_BESIDE,
             Variant.SHORTCUT,
             Variant.IDENTITY,
@@ -133,6 +135,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None,
+        Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),

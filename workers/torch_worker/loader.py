@@ -23,7 +23,6 @@ from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
-from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.exponential import exponential
@@ -36,6 +35,7 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     DeepRouterWeights,
     DraftHeadWeights,
+    Eagle3Weights,
     Embedding,
     ExpertsBesideWeights,
     ExpertsWeights,
@@ -59,7 +59,8 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
-from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
+from manta.workers.models.draft_heads import DraftHeadSpec
+from manta.workers.models.eagle3 import Eagle3Spec
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
@@ -133,7 +134,7 @@ def load_model(
     config = checkpoint.as_stored(config)
     share = shard_config(config, group.num_ranks, expert_parallel)
     with platform.shared_linears(content) as shared:
-        _read_ahead(checkpoint, group, shared)
+        read_ahead(checkpoint, group, shared)
         compute_dtype = platform.torch_dtype(dtype)
         loader = WeightLoader(
             checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank
@@ -148,33 +149,7 @@ def load_model(
     return Decoder(share, loaded, platform)
 
 
-def load_draft_head(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    dtype: str,
-    platform: Platform,
-    target: DecoderWeights | None = None,
-    weights: str = "auto",
-    kept_bytes: int = 0,
-) -> DraftHead:
-    """Returns the whole draft head of a checkpoint, whose model has the shape `config`. It shares the embedding and the
-    output head of `target`, the weights of that model; without it they are read again.
-
-    Raises `ModelError` as `load_model` does.
-    """
-    alone, part = OneRank(), f"draft head, {target is None}: "
-    content = weight_content(folder, config, dtype, alone, weights, exact=False, part=part, kept_bytes=kept_bytes)
-    checkpoint = Checkpoint(folder)
-    config = config if target is not None else checkpoint.as_stored(config)
-    own = draft_head_config(config)
-    with platform.shared_linears(content) as shared:
-        _read_ahead(checkpoint, alone, shared)
-        compute_dtype = platform.torch_dtype(dtype)
-        loader = WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
-        return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
-
-
-def _read_ahead(checkpoint: Checkpoint, group: Group, shared: SharedLinears | None) -> None:
+def read_ahead(checkpoint: Checkpoint, group: Group, shared: SharedLinears | None) -> None:
     """Has the system read all of a cold file while the first weights are packed. Ranks read parts of it, and with
     weights that are packed already nobody reads it.
     """
@@ -240,6 +215,20 @@ class WeightLoader:
         decoder = DecoderWeights(embedding, [self._layer(spec.layer)], self._norm(spec.final_norm), head)
         norms = self._norm(spec.embedding_norm), self._norm(spec.hidden_norm)
         return DraftHeadWeights(*norms, self._linear(spec.join), decoder)
+
+    def load_eagle3(
+        self, spec: Eagle3Spec, embedding: Embedding | None, target_ids: torch.Tensor | None
+    ) -> Eagle3Weights:
+        """Returns an EAGLE-3 head with an embedding, or with its own without one. `target_ids` are on the CPU."""
+        head = self._linear(self.spec.head, is_head=True)
+        (layer,), norm = map(self._layer, self.spec.layers), self._norm(self.spec.final_norm)
+        decoder = DecoderWeights(embedding or self.load_embedding(), [layer], norm, head)
+        norms = self._norm(spec.embedding_norm), self._norm(spec.stream_norm)
+        placed = None if target_ids is None else self._platform.place_weight(target_ids, torch.int64)
+        return Eagle3Weights(self._linear(spec.fuse), *norms, decoder, placed)
+
+    def load_embedding(self) -> Embedding:
+        return self._embedding()[0]
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Returns the embedding and the output head, which may be tied."""
@@ -319,6 +308,7 @@ class WeightLoader:
             self._norm_gate(spec.mlp_gate),
             self._scaling(spec.mixer_scaling),
             self._scaling(spec.mlp_scaling),
+            spec.joins_input,
         )
 
     def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
