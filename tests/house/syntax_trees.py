@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import pathlib
 
+from tests import garbage
 from tests.sharing import shared
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -21,11 +22,17 @@ def modules(room: str) -> dict[str, ast.Module]:
     """
     trees: dict[str, dict[str, ast.Module]] = shared("syntax trees", dict, dict.clear)
     if room not in trees:
-        trees[room] = {}
-        for path in sorted(ROOT.joinpath(*room.split(".")).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            trees[room][name] = ast.parse(path.read_text(), str(path))
+        with garbage.lasting():
+            trees[room] = _parsed(room)
     return trees[room]
+
+
+def _parsed(room: str) -> dict[str, ast.Module]:
+    found = {}
+    for path in sorted(ROOT.joinpath(*room.split(".")).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
 
 
 def nodes(tree: ast.Module) -> list[ast.AST]:
