@@ -17,6 +17,8 @@ from tests.checkpoints import checkpoint
 from tests.engine_parts import device_of
 from tests.patience import wait_until
 
+pytestmark = pytest.mark.usefixtures("own_fork_servers")
+
 LETTERS = ConstraintSpec(kind="regex", text="[ab]{3}")
 DRAFT = {"draft_model": str(checkpoint("llama", dtype="float32")), "max_draft_tokens": 2}
 
