@@ -134,8 +134,9 @@ def nodes() -> Iterator[Any]:
     """Two nodes: the first has room for two ranks of one thread, the second for one."""
     from ray.cluster_utils import Cluster
 
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    with own_ray._without_extras():
+    with pytest.MonkeyPatch.context() as patch, own_ray._without_extras():
+        patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_prestart_worker_first_driver", "false")  # ranks have an environment, which these would lack
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
     ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
@@ -248,7 +249,7 @@ def test_ranks_read_adapters_beside_the_steps_and_get_them_back_when_they_restar
     with pytest.raises(ModelError):
         engine.executor.read_adapter(str(pathlib.Path(made.folders["first"]).parent))
     first, second = folders
-    for victim in (0, 1):
+    for victim in (0, 1) if PROVE else (1,):
         assert with_adapters(llm, first, victim=victim) == expected[:1]
         assert engine.adapters.loaded == (first,), "the other one comes back when a request names it"
         with pytest.raises(ConnectionError):

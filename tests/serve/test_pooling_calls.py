@@ -15,7 +15,7 @@ from manta.cluster.serve.requests import engine_client
 from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, pool
 from manta.cluster.serve.requests.takeover import TakeoverTimes
 from manta.cluster.serve.routing.replicas import Replicas
-from tests.house.test_layering import modules
+from tests.house.syntax_trees import modules
 
 REQUEST = PoolingRequest(request_id="a", texts=[PooledInput([1, 2], 2)], deadline_s=60.0)
 
