@@ -343,3 +343,22 @@ def test_what_one_call_of_a_delta_net_does_not_take_is_left_as_it_is(form: str) 
         x = random(int(step.starts[-1]), 2 * 8 + 3 * 8 + 2 * 2, seed=5)
         assert cpu_recurrence.delta_step(x, weights.tensors, shape, 1e-6, states, step) is None
     assert all(torch.equal(*pair) for pair in zip(states, before, strict=True))
+
+
+def test_one_call_of_a_delta_net_goes_on_where_a_prompt_ended(form: str) -> None:
+    shape = DeltaShape(
+        num_key_heads=GROUPS, num_value_heads=HEADS, key_dim=KEY_DIM, value_dim=40, width=4, norm_eps=1e-6
+    )
+    weights, states = delta_net(shape), tuple(states_of(*each) for each in shape.state.tensors)
+    x = random(6, sum(shape.sizes) + HEADS * 40 + 2 * HEADS, seed=5)
+    metadata: Any = None
+
+    def computed(first: int, end: int, use: StateUse) -> torch.Tensor:
+        step = RecurrentStep.build([first], [end - first], [use])
+        return gated_delta(weights, x[first:end], metadata, step, states, cpu_recurrence)
+
+    whole = computed(0, 6, StateUse(0, [(6, 1)]))
+    pieces = [computed(0, 3, StateUse(0, [(3, 2)]))]
+    pieces += [computed(at, at + 1, StateUse(at - 1, [(at + 1, at)])) for at in (3, 4, 5)]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert all(torch.equal(each[5], each[1]) for each in states)
