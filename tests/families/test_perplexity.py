@@ -39,7 +39,7 @@ KINDS = {
 MOST_DIFFERENCE = {"float32": 1e-5, "bfloat16": 2e-3}
 """Largest relative difference of the perplexities, by dtype. In bfloat16 both round differently."""
 MOST_ROUNDED = {"int8": ("auto", 1e-3), "int4": ("int8", 5e-3)}
-"""Largest relative growth of the perplexity over a rounded KV cache, by its dtype, and the cache it is compared with."""
+"""Largest relative growth of the perplexity over a rounded KV cache, and the dtype of the cache it is compared with."""
 
 
 def pieces(tokenizer: Tokenizer) -> tuple[torch.Tensor, list[list[int]]]:
