@@ -28,6 +28,7 @@ LENGTH = 120
 WELL = {
     "manta:engines_serving": f"2x{LENGTH}",
     "manta:engines_wanted": f"2x{LENGTH}",
+    "manta:engines_unconnected": f"0x{LENGTH}",
     "manta:engine_configurations": f"1x{LENGTH}",
     "manta:seconds_since_progress": f"1x{LENGTH}",
     'manta:option{option="health_bound_s"}': f"30x{LENGTH}",
@@ -89,6 +90,7 @@ FAULTS = {
     "MantaDown": Fault({"manta:engines_serving": f"_x40 2x{LENGTH - 40}"}, 5, 60),
     "MantaNoEngine": Fault(gauge("manta:engines_serving", "0", otherwise="2"), 3, 60),
     "MantaEngineMissing": Fault(gauge("manta:engines_serving", "1", otherwise="2"), 10, 60),
+    "MantaEngineUnconnected": Fault(gauge("manta:engines_unconnected", "1"), 10, 60),
     "MantaNoProgress": Fault(gauge("manta:seconds_since_progress", "31"), 5, 60),
     "MantaQueueNearlyFull": Fault(gauge("manta:num_requests_waiting", "161"), 5, 60),
     "MantaKvCacheFull": Fault(
