@@ -545,7 +545,7 @@ TABLE = {
     "manta.workers.adapters.adapter_copies": "folders in the cache, which count only with the digest of their values",
     "manta.workers.adapters.adapter_sources": "an adapter behind a URL, in a folder that is removed when it was read",
     "manta.workers.cache_folder": KeptBlocks,
-    "manta.workers.prefix_store": KeptBlocks,
+    "manta.workers.kept_files": KeptBlocks,
     "manta.workers.checkpoints.gguf_file": GgufFolders,
     "manta.workers.checkpoints.gguf_tokenizer": GgufFolders,
     "manta.workers.kernels.build": Kernels,

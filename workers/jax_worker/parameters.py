@@ -118,7 +118,9 @@ def load_parameters(
 
     If `whole` is False, `config` may have fewer layers than the checkpoint; the others are not read.
     """
-    files = TensorFiles(folder, read_ahead=mesh.size == 1)
+    files = TensorFiles(folder)
+    if mesh.size == 1:
+        files.read_ahead()
     config = files.as_stored(config)
     parameters = _ParameterReader(files, config, DTYPES[dtype], mesh).read(max_model_len)
     if whole:

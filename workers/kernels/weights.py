@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
+
+if TYPE_CHECKING:
+    from manta.workers.kernels.packed_files import PackedFiles
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -71,6 +74,15 @@ RowSquares = Callable[[torch.Tensor, int, RecurrentKernels], torch.Tensor]
 """Returns the sums of squares [num_tokens, 1] of rows of so many numbers, of which each rank has a part [num_tokens,
 width].
 """
+
+
+class WeightContent(NamedTuple):
+    """All that packed weights depend on beside the kernels."""
+
+    now: str
+    """The checkpoint's files as they are now, and what is made of them."""
+    files: PackedFiles | None = None
+    """The files in which they are kept, by the checkpoint's values; None if they are not."""
 
 
 class SharedLinears(Protocol):

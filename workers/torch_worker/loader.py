@@ -19,7 +19,6 @@ from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.adapters.expert_places import Join
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import LinearReader
-from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.convolved_attention import mixing_layout
@@ -97,6 +96,7 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.weight_content import weight_content
 from manta.workers.torch_worker.weight_platform import WeightPlatform
 
 
@@ -111,13 +111,14 @@ def load_model(
     exact: bool = False,
     expert_parallel: bool = False,
     bank: AdapterBank | None = None,
+    kept_bytes: int = 0,
 ) -> Model:
     """Returns the model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device. With a `group`
     of ranks it is this one's share, which computes together with the others'.
 
     `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the
     others are not read. With `exact` ranks split no sums, and with `expert_parallel` they divide the experts of layers.
-    With a `bank` its linears take adapters.
+    With a `bank` its linears take adapters. With `kept_bytes` packed weights are kept in files of at most that size.
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
     so many ranks.
     """
@@ -127,10 +128,12 @@ def load_model(
         from manta.workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
-    checkpoint = Checkpoint(folder, read_ahead=group.num_ranks == 1)
+    content = weight_content(folder, config, dtype, group, weights, exact, expert_parallel, kept_bytes=kept_bytes)
+    checkpoint = Checkpoint(folder)
     config = checkpoint.as_stored(config)
     share = shard_config(config, group.num_ranks, expert_parallel)
-    with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact, expert_parallel)) as shared:
+    with platform.shared_linears(content) as shared:
+        _read_ahead(checkpoint, group, shared)
         compute_dtype = platform.torch_dtype(dtype)
         loader = WeightLoader(
             checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank
@@ -152,37 +155,31 @@ def load_draft_head(
     platform: Platform,
     target: DecoderWeights | None = None,
     weights: str = "auto",
+    kept_bytes: int = 0,
 ) -> DraftHead:
     """Returns the whole draft head of a checkpoint, whose model has the shape `config`. It shares the embedding and the
     output head of `target`, the weights of that model; without it they are read again.
 
     Raises `ModelError` as `load_model` does.
     """
+    alone, part = OneRank(), f"draft head, {target is None}: "
+    content = weight_content(folder, config, dtype, alone, weights, exact=False, part=part, kept_bytes=kept_bytes)
     checkpoint = Checkpoint(folder)
     config = config if target is not None else checkpoint.as_stored(config)
-    own, alone = draft_head_config(config), OneRank()
-    content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
+    own = draft_head_config(config)
     with platform.shared_linears(content) as shared:
+        _read_ahead(checkpoint, alone, shared)
         compute_dtype = platform.torch_dtype(dtype)
         loader = WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
         return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
 
 
-def _identity(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    dtype: str,
-    group: Group,
-    weights: str,
-    exact: bool,
-    expert_parallel: bool = False,
-) -> str:
-    """Returns a text of all that packed weights depend on, files and their change times included."""
-    files = [path.stat() for path in weight_files(pathlib.Path(folder))]
-    identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
-    split = "outputs" if exact else "inputs"
-    experts = "whole experts" if expert_parallel else ""
-    return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split} {experts}"
+def _read_ahead(checkpoint: Checkpoint, group: Group, shared: SharedLinears | None) -> None:
+    """Has the system read all of a cold file while the first weights are packed. Ranks read parts of it, and with
+    weights that are packed already nobody reads it.
+    """
+    if group.num_ranks == 1 and not (shared is not None and shared.are_packed):
+        checkpoint.read_ahead()
 
 
 class WeightLoader:

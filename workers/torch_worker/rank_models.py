@@ -105,7 +105,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     name = _COMMON_DTYPES[group.least(_COMMON_DTYPES.index(sources.dtype))]
     dtype = platform.torch_dtype(name)
     cached = ROUNDED.get(kv_dtype(options, name), dtype)
-    bank = _open_bank(options, config, dtype, platform, group)
+    bank, kept_bytes = _open_bank(options, config, dtype, platform, group), options.packed_weights_bytes or 0
     model = load_model(
         folder,
         config,
@@ -116,6 +116,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
         exact=options.exact,
         expert_parallel=options.expert_parallel,
         bank=bank,
+        kept_bytes=kept_bytes,
     )
     # transformers' own model code shows its windows only once it is loaded
     config = msgspec.structs.replace(config, sliding_windows=model.sliding_windows)
@@ -125,9 +126,11 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     if draft is not None:
         if draft.config.is_draft_head:
             shared = model.weights if isinstance(model, Decoder) and group.num_ranks == 1 else None
-            draft_model: Model = load_draft_head(folder, config, name, platform, shared, options.weights)
+            draft_model: Model = load_draft_head(folder, config, name, platform, shared, options.weights, kept_bytes)
         else:
-            draft_model = load_model(draft.folder, draft.config, name, platform, weights=options.weights)
+            draft_model = load_model(
+                draft.folder, draft.config, name, platform, weights=options.weights, kept_bytes=kept_bytes
+            )
         loaded_draft = LoadedModel(draft.config, draft_model, dtype, cached)
     group.barrier()
     return RankModels(target, loaded_draft, name, bank)
