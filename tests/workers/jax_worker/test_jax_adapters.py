@@ -28,7 +28,7 @@ from manta.workers.jax_worker.mesh import open_mesh
 from manta.workers.jax_worker.parameters import LinearArrays
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from tests.adapters import Adapters, adapters_of, merged, write_adapter
+from tests.adapters import Adapters, merged, write_adapter
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.llm.test_llm_adapters import KINDS
@@ -172,7 +172,7 @@ def test_linears_of_other_layers(case: str) -> None:
 
 
 def assert_as_peft(base: pathlib.Path, targets: Any) -> None:
-    adapters = adapters_of(base)
+    adapters = Adapters(base)
     adapters.add("a", 1, r=8, target_modules=targets)
     expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in ("a", "")]
     assert expected[0] != expected[1]
@@ -181,7 +181,7 @@ def assert_as_peft(base: pathlib.Path, targets: Any) -> None:
 
 @pytest.mark.prove
 def test_choices_and_drafts_go_with_an_adapter() -> None:
-    adapters = adapters_of(checkpoint("llama"))
+    adapters = Adapters(checkpoint("llama"))
     adapters.add("drafted", 3, r=16)
     plain, drafting = (make_llm(adapters, **each) for each in ({}, {"speculative": {"proposers": ["ngram"]}}))
     expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in ("drafted", "")]
@@ -196,7 +196,7 @@ def test_choices_and_drafts_go_with_an_adapter() -> None:
 
 @pytest.mark.prove
 def test_experts_take_no_adapters_and_their_attention_does() -> None:
-    adapters = adapters_of(folder_of("gpt_oss"))
+    adapters = Adapters(folder_of("gpt_oss"))
     adapters.add("attention", 1, r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in ("attention", "")]
     assert expected[0] != expected[1]
@@ -205,7 +205,7 @@ def test_experts_take_no_adapters_and_their_attention_does() -> None:
 
 @pytest.mark.prove
 def test_bfloat16_begins_as_alone() -> None:
-    adapters = adapters_of(checkpoint("llama", dtype="bfloat16"))
+    adapters = Adapters(checkpoint("llama", dtype="bfloat16"))
     adapters.add("a", 1, r=8)
     llm = make_llm(adapters, dtype="bfloat16")
     together = [each[0] for each in tokens(llm, ["a", "", "a"])]
@@ -244,7 +244,7 @@ def answer_of(llm: LLM, digest: str) -> list[int]:
 @async_test
 async def test_adapters_are_loaded_over_http(tmp_path: pathlib.Path) -> None:
     base = checkpoint("llama")
-    adapters = adapters_of(base)
+    adapters = Adapters(base)
     for seed, name in enumerate(("first", "second")):
         adapters.add(name, 20 + seed, r=8)
     options = {**SMALL, "max_adapter_bytes": 1 << 20, "tensor_parallel_size": 2}
@@ -260,7 +260,7 @@ async def test_adapters_are_loaded_over_http(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.prove
 def test_two_hosts_have_one_hosts_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapters = adapters_of(eight_heads())
+    adapters = Adapters(eight_heads())
     adapters.add("wide", 1, r=24)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     llm = make_llm(adapters, tensor_parallel_size=8, tpu_chips_per_host=4, num_threads=1)
