@@ -543,6 +543,7 @@ TABLE = {
     "manta.cluster.text.tokenizer_trial": "an empty file in the cache, whose name alone says something",
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
     "manta.workers.adapters.adapter_copies": "folders in the cache, which count only with the digest of their values",
+    "manta.workers.adapters.adapter_sources": "an adapter behind a URL, in a folder that is removed when it was read",
     "manta.workers.cache_folder": KeptBlocks,
     "manta.workers.kept_files": KeptBlocks,
     "manta.workers.checkpoints.gguf_file": GgufFolders,

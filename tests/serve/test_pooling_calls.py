@@ -68,7 +68,7 @@ def test_what_every_engine_is_asked_each_kind_answers() -> None:
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     }
     assert {"connect", "stats", "drop_kept"} <= methods
-    of_adapters = {"read_adapter"}  # which a model that pools has none of
+    of_adapters = {"read_adapter", "uses_adapter"}  # which a model that pools has none of
     for method in methods - of_adapters:
         for kind in (EngineReplica, PoolingReplica):
             assert callable(getattr(kind, method, None)), f"{kind.__name__} does not answer {method}"

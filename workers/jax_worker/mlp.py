@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from manta.workers.jax_worker.low_rank import AdaptedArrays, add_low_rank
 from manta.workers.jax_worker.mesh import AXIS
 from manta.workers.jax_worker.parameters import ExpertsArrays, GatedMlpArrays, LinearArrays
 from manta.workers.models.model_config import ModelConfig
 
 
-def linear(x: jax.Array, weights: LinearArrays) -> jax.Array:
+def linear(x: jax.Array, weights: LinearArrays | AdaptedArrays) -> jax.Array:
     """Returns x [n, in_features] times the weight, [n, out_features]. In float32 a TPU uses full precision."""
+    if isinstance(weights, AdaptedArrays):
+        return add_low_rank(linear(x, weights.linear), x, weights)
     product = jax.lax.dot_general(x, weights.weight, (((1,), (1,)), ((), ())), precision=_precision(x))
     return product if weights.bias is None else product + weights.bias
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.jax_worker.attention import AttentionForm, page_dtype, page_head_dim
 from manta.workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
 from manta.workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
@@ -17,6 +19,9 @@ from manta.workers.jax_worker.parameters import Parameters, num_kv_heads
 from manta.workers.jax_worker.programs import NUM_COPIES, ModelPrograms, ProgramCompiler, jitted
 from manta.workers.kv_groups import LayerGroups
 from manta.workers.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from manta.workers.jax_worker.adapter_pools import AdapterPools
 
 
 class Limits:
@@ -40,7 +45,7 @@ class Limits:
 
 class ModelState:
     """A model with `num_blocks` KV blocks, in which its layers have the places of `layers`. Its logits are `vocab_size`
-    wide.
+    wide. `adapters` are those that its sequences may have; without them they have none.
     """
 
     def __init__(
@@ -53,12 +58,14 @@ class ModelState:
         num_blocks: int,
         vocab_size: int,
         compiler: ProgramCompiler,
+        adapters: AdapterPools | None = None,
     ) -> None:
         self.config = config
         self.parameters = parameters
         self.mesh = mesh
         self.limits = limits
         self.num_blocks = num_blocks
+        self.adapters = adapters
         self._dtype = parameters.embedding.dtype
         self._num_pages = layers.layers_per_block
         form = AttentionForm(mesh, config.heads.scale, is_tpu(mesh), config.heads.logit_cap)
@@ -75,6 +82,8 @@ class ModelState:
             shapes=limits.shapes,
             point_sizes=limits.point_sizes,
             vocab_size=vocab_size,
+            pools={} if adapters is None else adapters.pools,
+            rank_sizes=[] if adapters is None else adapters.rank_sizes,
         )
 
     def allocate(self) -> None:
@@ -110,16 +119,23 @@ class ModelState:
         block_tables: Sequence[np.ndarray],
         drawn: jax.Array | None = None,
         sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        keys: Sequence[AdapterKey | None] = (),
     ) -> np.ndarray:
-        """Starts the forward pass of a batch, with the arguments of `batch.pack`, and returns the packed batch. `drawn`
-        is on the first device.
+        """Starts the forward pass of a batch, with the arguments of `batch.pack`, and returns what the host sends to
+        the devices. `drawn` is on the first device. `keys` are the adapters of the sequences, if any has one.
         """
         shape = next(each for each in self.limits.shapes if each.num_tokens >= len(token_ids))
         packed = pack(shape, token_ids, starts, lens, block_tables, sources)
         tokens = self._no_tokens if drawn is None else jax.device_put(drawn, replicated(self.mesh))
-        program = self.programs.forward[shape.num_tokens]
-        self.pages, self.hidden = program(self.parameters, self.pages, self.hidden, tokens, place(self.mesh, packed))
-        return packed
+        arguments = self.parameters, self.pages, self.hidden, tokens, place(self.mesh, packed)
+        if not keys:
+            self.pages, self.hidden = self.programs.forward[shape.num_tokens](*arguments)
+            return packed
+        assert self.adapters is not None, "the engine refuses adapters that the worker does not hold"
+        num_ranks, of_adapters = self.adapters.pack(shape.num_tokens, keys, lens)
+        program = self.programs.forward_with_adapters[shape.num_tokens, num_ranks]
+        self.pages, self.hidden = program(self.adapters.pools, place(self.mesh, of_adapters), *arguments)
+        return np.concatenate([packed, of_adapters])
 
     def logits(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """Returns the logits of `rows` of the hidden states, float32 [P, V], and their statuses, int32 [P], on the

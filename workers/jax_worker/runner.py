@@ -119,7 +119,8 @@ class JaxRunner:
             lens = np.array([item.num_tokens for item in step.scheduled])
             sources = self._pending.places(step)
             drawn = self._drawn.tokens if self._drawn is not None and sources[0] else None
-            packed = self.model.forward(self.sequences.token_ids(step), starts, lens, tables, drawn, sources)
+            keys = self.sequences.adapter_keys(members)
+            packed = self.model.forward(self.sequences.token_ids(step), starts, lens, tables, drawn, sources, keys)
             if self._has_digest:
                 self._digest = zlib.crc32(packed.tobytes())
 

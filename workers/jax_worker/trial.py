@@ -13,7 +13,7 @@ from manta.workers.checkpoints.memory import choose_groups, weight_bytes
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
-from manta.workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
+from manta.workers.jax_worker.planning import free_bytes, native_config, open_pools, plan, resolve_dtype
 from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
 from manta.workers.kv_groups import one_group
 from manta.workers.model_options import ModelOptions
@@ -46,7 +46,9 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
     config = native_config(folder)
     keep_compiled_programs()
     mesh = open_mesh(min(options.tensor_parallel_size, options.tpu_chips_per_host))
-    dtype, free = resolve_dtype(options.dtype, config.dtype), free_bytes(mesh)
+    dtype = resolve_dtype(options.dtype, config.dtype)
+    pools = open_pools(options, folder, config, dtype, mesh)
+    free = free_bytes(mesh)
     whole = weight_bytes(folder, dtype)
     weights = whole // options.tensor_parallel_size
     if weights >= free:
@@ -59,7 +61,7 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
     layers = one_group(first.attends)
     parameters = load_parameters(folder, first, dtype, mesh, TOKENS, whole=False)
     limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), ProgramCompiler(1)
-    model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler)
+    model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler, pools)
     compiler.compile(folder.name)
     kind = mesh.devices.flat[0].device_kind
     kernels = "pallas" if is_tpu(mesh) else "xla"

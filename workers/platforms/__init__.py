@@ -68,6 +68,11 @@ class Platform(Protocol):
         ...
 
     @property
+    def expert_adapting(self) -> Callable[[], LinearAdapting] | None:
+        """The same for linears of routed experts, which have a single adapter each; None if these take none."""
+        ...
+
+    @property
     def advice(self) -> str | None:
         """One line that says what slows the device down, and the remedy. None if nothing does."""
         ...

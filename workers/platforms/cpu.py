@@ -61,6 +61,7 @@ class CpuPlatform:
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:
         self.kernels: Kernels = _ExactKernels() if exact else cpu
         self.adapting: Callable[[], LinearAdapting] | None = functools.partial(CpuLinearAdapting, exact)
+        self.expert_adapting: Callable[[], LinearAdapting] | None = functools.partial(CpuLinearAdapting, exact, 1)
         self._exact = exact
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus, by default 1, which would leave the other cores idle.

@@ -11,7 +11,7 @@ import functools
 import torch
 
 from manta.workers.kernels import cpu, cpu_adapters, cpu_linear, cpu_quantized_linear, processor
-from manta.workers.kernels.adapted_linear import AdaptedLinear, TorchAdaptedLinear
+from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, AdaptedLinear, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_adapters import StepAdapters
 from manta.workers.kernels.cpu_linear import PackedLinear, Place, place_alone
@@ -97,16 +97,18 @@ class CpuSharedLinears:
 
 class CpuLinearAdapting:
     """Makes linears with adapters: by the kernels around packed linears, by torch around others. With `exact` what
-    adapters add has the same bits in every form of the kernels, and every linear is packed.
+    adapters add has the same bits in every form of the kernels, and every linear is packed. A linear has the adapters
+    with numbers below `num_adapters`.
     """
 
-    def __init__(self, exact: bool = False) -> None:
+    def __init__(self, exact: bool = False, num_adapters: int = MOST_ADAPTERS) -> None:
         self._step_adapters = StepAdapters()
         self._exact = exact
+        self._num_adapters = num_adapters
 
     def __call__(self, linear: Linear) -> AdaptedLinear:
         if isinstance(linear, PackedLinear | PackedQuantizedLinear):
-            return cpu_adapters.adapt(linear, self._step_adapters, self._exact)
+            return cpu_adapters.adapt(linear, self._step_adapters, self._exact, self._num_adapters)
         assert not self._exact, "the kernels take every linear of integers"
         return TorchAdaptedLinear(linear)
 

@@ -327,6 +327,11 @@ class EngineReplica:
         assert self._adapters is not None, "the configuration names folders"
         return await self._adapters.read(path)
 
+    async def uses_adapter(self, digest: str) -> bool:
+        """Returns whether a request that has not ended has the adapter with these values."""
+        requests = [request for call in self._calls for request in call.open.values() if request.adapter]
+        return any(AdapterKey.of(request.adapter).digest == digest for request in requests)
+
     async def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes blocks from the prefix store."""
         self._thread.drop_kept(hashes)

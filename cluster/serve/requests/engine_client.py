@@ -224,6 +224,10 @@ class EngineQuestions:
             await self._waker.wait(ADAPTER_TIMEOUT_S, "")
         return await self._ask_all("read_adapter", path, timeout_s=ADAPTER_TIMEOUT_S)
 
+    async def uses_adapter(self, digest: str) -> bool:
+        """Returns whether a request of a living engine has the adapter with these values."""
+        return not self.is_asleep() and any(each is True for each in await self._ask_all("uses_adapter", digest))
+
     async def _ask_all(self, method: str, *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
         """Returns the answers or exceptions of all replicas."""
         asked = (self._answers(handle.broadcast(method, *arguments), timeout_s) for handle in self._handles.values())
