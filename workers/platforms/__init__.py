@@ -83,6 +83,10 @@ class Platform(Protocol):
     @property
     def sampler(self) -> SamplerKernels: ...
 
+    def make_module_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        """Returns a linear in the place of torch's own in a model of transformers; None if torch's is as fast."""
+        ...
+
     def make_linear(self, weight: LinearWeight) -> Linear:
         """Returns a linear with this weight, perhaps repacked. A platform without integer kernels uses
         `weight.dense()`.

@@ -22,7 +22,12 @@ from manta.workers.kernels.shared_weights import shared_weights
 from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears, WeightContent
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
-from manta.workers.platforms.cpu_linears import CpuLinearAdapting, CpuSharedLinears, make_linear
+from manta.workers.platforms.cpu_linears import (
+    CpuLinearAdapting,
+    CpuSharedLinears,
+    make_linear,
+    make_onednn_linear,
+)
 
 
 class _ExactKernels:
@@ -72,6 +77,9 @@ class CpuPlatform:
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
+
+    def make_module_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        return make_onednn_linear(weight, bias)
 
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return cpu_exact.ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)

@@ -123,16 +123,14 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Plac
     linear = cpu_linear.pack(weight, bias, place=place)
     if linear is not None:
         return linear
-    if not has_onednn_layout(weight):
-        weight = weight.clone()  # the caller may unmap its memory
-        return TorchLinear(weight, bias)
-    return OneDnnLinear(weight, bias)
+    # F.linear's weight is copied, because the caller may unmap its memory
+    return make_onednn_linear(weight, bias) or TorchLinear(weight.clone(), bias)
 
 
-def has_onednn_layout(weight: torch.Tensor) -> bool:
-    """Returns whether oneDNN computes products with this weight on this processor."""
+def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnLinear | None:
+    """Returns a linear of oneDNN; None if it computes no products with this weight on this processor."""
     has_dtype = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and processor.form().has_bfloat16)
-    return weight.device.type == "cpu" and has_dtype and torch.backends.mkldnn.is_available()
+    return OneDnnLinear(weight, bias) if has_dtype and torch.backends.mkldnn.is_available() else None
 
 
 class OneDnnLinear:

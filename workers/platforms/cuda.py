@@ -93,6 +93,9 @@ class CudaPlatform:
         gate = layers.silu_and_mul if has_silu else functools.partial(reference.gate, weight.activation)
         return GatedLinear(linear, gate) if weight.gated else linear
 
+    def make_module_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        return None
+
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
 

@@ -30,7 +30,7 @@ from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
 from manta.workers.torch_worker.head_loader import load_draft_head, load_eagle3_head
-from manta.workers.torch_worker.loader import load_model, rank_shard
+from manta.workers.torch_worker.loader import load_model
 from manta.workers.torch_worker.tensor_check import check_tensors
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
