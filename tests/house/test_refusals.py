@@ -29,6 +29,7 @@ READERS = {
     ("manta.structured.backends.llguidance_grammar", "place_within"): LLGUIDANCE,
     ("manta.structured.backends.llguidance_schema", "place_of"): LLGUIDANCE,
     ("manta.structured.backends.llguidance_schema", "_is_quoted"): LLGUIDANCE,
+    ("manta.workers.adapters.adapter_sources", "local_adapter"): "the user's URL replaces a temporary folder's name",
     ("manta.workers.jax_worker.jax_worker", "_named_memory_errors"): "XLA's errors have their status in the text",
     ("manta.workers.kernels.triton.library_products", "_runs"): "the first line of torch's message is logged",
     ("manta.cluster.protocol.shape_errors", "shape_error"): MSGSPEC,
