@@ -102,7 +102,7 @@ def test_a_deadline_follows_the_steps() -> None:
 
 
 def test_a_step_that_hangs_is_late_and_then_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two steps under way the older one counts. The clock of the watch is set here."""
+    """A watch judges by the older one of two steps under way. The test sets the clock that the watch reads."""
     now = [100.0]
     monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     watch = StepWatch()

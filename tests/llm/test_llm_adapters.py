@@ -151,7 +151,7 @@ def mixture(family: str) -> pathlib.Path:
     ],
 )
 def test_adapters_of_all_experts_of_a_layer(family: str, parameters: list[str]) -> None:
-    """Beside rows without an adapter, and rows of an adapter that changes no experts."""
+    """The batch also has rows without an adapter, and rows whose adapter changes no experts."""
     adapters = Adapters(mixture(family))
     adapters.add("experts", 1, r=4, target_modules=["q_proj"], target_parameters=parameters)
     others = Adapters(mixture(family))

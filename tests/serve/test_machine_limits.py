@@ -99,7 +99,7 @@ def memory_group(num_bytes: int) -> Iterator[Callable[[], object]]:
 
 @pytest.mark.parametrize(("num_bytes", "serves"), [(2**28, False), (3 * 2**30, True)])
 def test_a_containers_memory_bounds_the_cache(num_bytes: int, serves: bool) -> None:
-    """Of the free memory the default KV cache takes 40%. A start without enough of it ends in a sentence."""
+    """The default KV cache takes 40% of the free memory, and a start with too little memory ends in a sentence."""
     with memory_group(num_bytes) as limit:
         server, port = start(limit)
         try:

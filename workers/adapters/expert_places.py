@@ -27,7 +27,7 @@ _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 
 
 class AdapterPiece(NamedTuple):
-    """What an adapter adds to one part of a linear."""
+    """The share of an adapter that changes one part of a linear."""
 
     part: WeightPart
     """The part, whose outputs are all rows of the module's second half."""
@@ -98,7 +98,8 @@ class ExpertPlace(NamedTuple):
             found == sizes[::-1] and together.is_of_old_peft and not has_inputs_first
         )
         module = together.of_expert(self.linear.expert, has_outputs_first)
-        for form, rows in placed:
+        if placed:
+            form, rows = placed[0]
             return module._replace(b=rows.rows_of(module.b)), form
         first = sum(each.out_features for each in self.spec.parts[:index])
         return module, part._replace(first_row=first, stored_rows=sizes[1])

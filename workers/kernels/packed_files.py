@@ -3,7 +3,7 @@
 A file has the bytes of the memory that engines share (`shared_weights.py`), the checksum of each of its huge pages, and
 a mark. Its name is a digest of all that its bytes depend on: the checkpoint's values, what is made of them, the kernels
 and the code that packs. So what would be stale has another name. All checksums are compared before a file is used,
-which takes as long as reading the weights once, as each decode step does.
+for which the weights are read once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _code() -> str:
 
 
 _CODE = _code()
-"""The code as this process has imported it, which takes 10 ms. Later the files may be those of another version."""
+"""The code as this process has imported it, which takes some 10 ms. Later the files may be those of another version."""
 
 
 class Values(Protocol):

@@ -1,7 +1,7 @@
 """Linears of a model that pools, with their weights in a layout of the platform's.
 
-torch's own linear reorders a weight at each call. In the shape of MiniLM a product of 400 rows takes three quarters of
-its time with weights in oneDNN's layout (`manta bench embeddings`).
+torch's own linear reorders a weight at each call. `manta bench embeddings` measures what packing brings, and
+`benchmarks/results/2026-11-28-third.md` has its figures with and without.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def pack_linears(model: nn.Module, make: MakeLinear, is_the_same: Callable[[], b
                 if linear is not None:
                     setattr(module, name, PackedModule(linear))
                     replaced.append((module, name, child))
+    if not replaced:
+        return
     try:
         fits = is_the_same()
     except Exception:  # the code of each model raises what it likes

@@ -26,7 +26,7 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.platforms import Platform
 from manta.workers.pooling import packed_attention
 from manta.workers.pooling.embedding_head import ACTIVATIONS, EmbeddingHead, pool
-from manta.workers.pooling.packed_linears import MakeLinear, pack_linears
+from manta.workers.pooling.packed_linears import pack_linears
 from manta.workers.pooling_info import PoolingInfo, PoolingMode
 
 logger = logger_of(__name__)
@@ -79,8 +79,12 @@ class PoolingModel:
         longest = longest_context(self._config)
         self.max_tokens = min(filter(None, (longest, info.max_tokens)), default=512)
         """Longest text in tokens."""
-        self._pack_linears(platform.make_module_linear)
-        self.is_packed = self._can_pack()
+        with torch.inference_mode():
+            probe = [PooledText(tokens, len(tokens)) for tokens in self._probe()]
+            expected = self._one_by_one(probe)
+            own = platform.make_module_linear
+            pack_linears(self._model, own, lambda: self._is_near(self._one_by_one(probe), expected))
+            self.is_packed = self._can_pack(probe, expected)
         """Whether texts of different length run together."""
         for layer in _layers(self._base, self._config):
             layer.register_forward_pre_hook(self._pause)
@@ -217,11 +221,8 @@ class PoolingModel:
 
     # ---- the probe -----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _can_pack(self) -> bool:
-        """Returns whether two texts in one row get what each of them gets alone, with the model's own attention."""
-        probe = [PooledText(tokens, len(tokens)) for tokens in self._probe()]
-        expected = self._one_by_one(probe)
+    def _can_pack(self, probe: Sequence[PooledText], expected: torch.Tensor) -> bool:
+        """Returns whether texts in one row get what each of them gets alone with the model's own attention."""
         try:
             actual = self._run_packed(probe)
         except packed_attention.CannotPack:
@@ -231,14 +232,8 @@ class PoolingModel:
             return False
         return self._is_near(actual, expected)
 
-    @torch.inference_mode()
-    def _pack_linears(self, make: MakeLinear) -> None:
-        """Packs the weights of linears where the model computes the same with them."""
-        probe = [PooledText(tokens, len(tokens)) for tokens in self._probe()]
-        expected = self._one_by_one(probe)
-        pack_linears(self._model, make, lambda: self._is_near(self._one_by_one(probe), expected))
-
     def _one_by_one(self, texts: Sequence[PooledText]) -> torch.Tensor:
+        """Returns what the model computes for each text alone."""
         return torch.stack([self._run_equal([text])[0] for text in texts])
 
     def _is_near(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:

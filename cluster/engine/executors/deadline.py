@@ -12,8 +12,6 @@ FACTOR = 20.0
 """Multiple of the slowest recent step of about as many tokens."""
 NUM_RECENT = 64
 """Number of recent steps remembered for each size."""
-
-
 LATE_SHARE = 0.5
 """Share of a step's deadline after which requests leave for another engine, if there is one. If the step ends after
 all, leaving costs less than a restart.
@@ -114,5 +112,6 @@ class StepWatch:
         `StepTimes.first_s`, because a start takes long too.
         """
         step = self._oldest
-        bound_s = 0.0 if step is None else max(self.deadline.times.first_s, step.deadline_s)
-        return step is not None and time.monotonic() - step.started > bound_s
+        if step is None:
+            return False
+        return time.monotonic() - step.started > max(self.deadline.times.first_s, step.deadline_s)

@@ -62,6 +62,7 @@ The phase `process` (Python and Ray's worker) precedes them.
 
 
 FIRST_CONSTRAINT = ConstraintSpec(kind="regex", text="a")
+"""A constraint that is compiled at once, when the compiler has started."""
 COMPILER_START_S = 30.0
 """Seconds that the compiler of constraints may take to start before the engine serves without it."""
 ROOM_POLL_S = 0.05

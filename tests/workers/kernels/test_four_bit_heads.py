@@ -86,7 +86,7 @@ def rounded(heads: Numbers) -> tuple[npt.NDArray[np.int64], Numbers]:
 
 
 def widened(heads: Numbers) -> Numbers:
-    """What a cache holds of heads."""
+    """The keys or values of heads, as a cache stores them."""
     codes, scales = rounded(heads)
     return rotate_back(LEVELS[codes] * scales[..., None])
 
