@@ -9,7 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import MatrixMemoryShape
+from manta.workers.models.recurrent_shapes import LightningShape, MatrixMemoryShape
 from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
@@ -31,9 +31,12 @@ class Variant(enum.Enum):
     EXPERTS = "experts"
     EXPERTS_BESIDE = "experts beside an MLP"
     OTHER_ROUTERS = "routers other than a softmax over the experts"
+    SCALED_INPUTS = "shares that multiply what experts get"
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
+    LIGHTNING = "lightning attention"
+    SHARED_BLOCKS = "blocks that layers share"
     MATRIX_MEMORY = "matrix memories"
     LATENT = "latent attention"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
@@ -54,19 +57,16 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
     "cuda": frozenset({Variant.MATRIX_MEMORY}),
     "tpu": frozenset(
         {
-            Variant.LATENT,
             Variant.CHUNKS,
-            Variant.QUERY_GROWTH,
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
             Variant.EXPERTS_BESIDE,
             Variant.NORMED_STREAM,
-            Variant.SHORT_CONV,
-            Variant.RECURRENT,
+            Variant.LIGHTNING,
             Variant.MATRIX_MEMORY,
-            Variant.GATED_ATTENTION,
-            Variant.OTHER_ROUTERS,
+            Variant.SHARED_BLOCKS,
+            Variant.SCALED_INPUTS,
         }
     ),
 }
@@ -93,6 +93,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.EXPERTS: config.experts is not None,
         Variant.EXPERTS_BESIDE: any(layer.beside is not None for layer in layers),
         Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
+        Variant.SCALED_INPUTS: config.experts is not None and config.experts.scales_inputs,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
@@ -103,7 +104,9 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
         Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
+        Variant.LIGHTNING: isinstance(config.recurrent, LightningShape),
         Variant.MATRIX_MEMORY: isinstance(config.recurrent, MatrixMemoryShape),
+        Variant.SHARED_BLOCKS: config.shared_blocks is not None,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),

@@ -20,6 +20,7 @@ from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
+from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
@@ -59,7 +60,6 @@ from manta.workers.kernels.weights import (
 from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
-from manta.workers.models.recurrent_shapes import LightningShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -127,7 +127,7 @@ def load_model(
         loader = _WeightLoader(checkpoint, config, compute_dtype, platform, group, weights, exact, shared, bank)
         loaded = loader.load()
     if whole:
-        _check_all_used(checkpoint, config)
+        check_all_used(checkpoint, config)
     if group.num_ranks > 1:
         embedding = VocabularyParallelEmbedding(loaded.embedding, group, share.vocab_size)
         head = GatheredHead(loaded.head, group, config.vocab_size)
@@ -189,7 +189,7 @@ def check_tensors(
     config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
     loaded = loader.load()
-    _check_all_used(checkpoint, config)
+    check_all_used(checkpoint, config)
     if with_draft_head:
         own = draft_head_config(config)
         of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
@@ -197,31 +197,6 @@ def check_tensors(
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
-
-
-def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raises `ModelError` naming tensors that the model does not have. A tied model may be saved with the head too, and
-    any model with layers that are not served.
-    """
-    unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
-    checkpoint.check_all_used(
-        but=["lm_head.weight"] if config.tie_word_embeddings else [],
-        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config)),
-    )
-
-
-def _unread(config: ModelConfig) -> list[str]:
-    """Returns how the names of tensors begin that the checkpoint may have and no layer needs: those of keys and values
-    of layers that read others', copies of shared blocks, and what is computed of other tensors.
-    """
-    if config.shared_blocks is not None:
-        owners = enumerate(config.shared_blocks.owners)
-        return [f"model.layers.{layer}.shared_transformer." for layer, owner in owners if owner not in (None, layer)]
-    readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
-    names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
-    if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
-        readers, names = [*range(config.num_layers)], ["query_decay", "key_decay", "diagonal_decay"]
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in names]
 
 
 class _WeightPlatform(Protocol):
