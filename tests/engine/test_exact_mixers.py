@@ -63,6 +63,7 @@ OTHERS = (
     "llama4",
     "gpt_oss",
     "gemma2",
+    "gemma3n",
     "gemma4",
     "gemma4, experts",
     "cohere2",
@@ -171,7 +172,7 @@ OTHER_LAST_BITS = {
     *("matmul", "bmm", "einsum", "linear", "addmm"),
 }
 """Functions of torch whose last bits differ between processors, or with the sizes of a step."""
-OF_NO_EXACT_STEP = {"alternating_updates.py", "transformers_model.py", "rope_table.py", "layer_windows.py"}
+OF_NO_EXACT_STEP = {"transformers_model.py", "rope_table.py", "layer_windows.py"}
 """Modules of models that cannot be exact, and of tables that are computed once, with operations of one result."""
 
 

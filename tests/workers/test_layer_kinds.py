@@ -19,8 +19,6 @@ import torch
 import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.exact import check_exact
-from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
 from manta.workers.platforms import choose_platform
@@ -499,13 +497,6 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
     words = "device tpu does not compute norms after attention and MLP, norms over all heads together, which Olmo2For"
     with pytest.raises(ModelError, match=words):
         check_variants(config, "tpu")
-
-
-def test_exact_refuses_what_torch_computes() -> None:
-    folder = folder_of("gemma3n")
-    options = ModelOptions(model=str(folder), exact=True, weights="int8")
-    with pytest.raises(ModelError, match="torch computes several residual streams of this Gemma3n"):
-        check_exact(options, "cpu", load_model_config(folder))
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

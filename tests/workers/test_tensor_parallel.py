@@ -291,7 +291,18 @@ def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
     assert two.call_all(rank_child.num_called_back) == [0, 0]
 
 
-EXACT_KINDS = ("kimi_linear", "lfm2", "qwen3_5", "falcon_h1", "jamba", "minimax", "mamba2", "minicpm3", "olmo_hybrid")
+EXACT_KINDS = (
+    "kimi_linear",
+    "lfm2",
+    "qwen3_5",
+    "falcon_h1",
+    "jamba",
+    "minimax",
+    "mamba2",
+    "minicpm3",
+    "olmo_hybrid",
+    "gemma3n",
+)
 EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True, "mlp_bias": True}
 """A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol, overload
 
 import torch
@@ -22,7 +22,6 @@ from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
-from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
@@ -54,6 +53,7 @@ from manta.workers.kernels.weights import (
     SharedLinears,
     ShortConvWeights,
     SideBySideWeights,
+    SparseGates,
     StreamsWeights,
     UpdatesWeights,
 )
@@ -282,7 +282,8 @@ class _WeightLoader:
     def _streams(self, spec: StreamsSpec) -> StreamsWeights:
         return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
 
-    def _updates(self, spec: UpdatesSpec) -> UpdatesWeights:
+    def _updates(self, spec: UpdatesSpec, mlp: GatedMlpSpec | ExpertsSpec | None) -> UpdatesWeights:
+        assert isinstance(mlp, GatedMlpSpec)
         hidden, scale = self._config.hidden_size, None
         if spec.output_scale is not None:
             scale = self.linears.read_vector(spec.output_scale, hidden, Split.NOTHING)
@@ -296,7 +297,12 @@ class _WeightLoader:
             scale,
             (self._linear(left), self._linear(right)),
             self._norm(spec.low_rank_norm),
+            self._sparse_gates(mlp.gated) if mlp.gated.gate_sparsity else None,
         )
+
+    def _sparse_gates(self, spec: LinearSpec) -> SparseGates:
+        deviations = statistics.NormalDist().inv_cdf(spec.gate_sparsity)
+        return SparseGates(spec.out_features // 2, deviations, SquaresOverRanks(self._group, self._exact))
 
     def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
         qkv = self._of_block(spec.attention.qkv)
@@ -346,7 +352,7 @@ class _WeightLoader:
             None if spec.own_input is None else self._layer_input(spec.own_input),
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
-            None if spec.updates is None else self._updates(spec.updates),
+            None if spec.updates is None else self._updates(spec.updates, spec.mlp),
         )
 
     def _scalar(self, name: str) -> float:
@@ -517,16 +523,8 @@ class _WeightLoader:
             linear = bank.around(linear, self.linears.stored(spec))
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
-        if spec.gate_sparsity:
-            linear = GatedLinear(linear, self._sparse_gate(spec))
         self._checkpoint.release()
         return linear
-
-    def _sparse_gate(self, spec: LinearSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the activation that turns off a part of the gates."""
-        deviations = statistics.NormalDist().inv_cdf(spec.gate_sparsity)
-        width = spec.out_features // 2
-        return functools.partial(sparse_gate, self._config.activation, width, deviations, self._group.all_reduce)
 
     def _as_kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
         """Applies the option `weights`. What the checkpoint stores as integers stays as it is, unless it is `dense`."""
