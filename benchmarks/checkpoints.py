@@ -63,6 +63,54 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3.5-8-layers": (
+        "Qwen3_5Text",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 6144,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "max_position_embeddings": 32_768,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3-8-layers": (
+        "Qwen3",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 32_768,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma-3-8-layers": (
+        "Gemma3Text",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2560,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "intermediate_size": 10_240,
+            "sliding_window": 1024,
+            "max_position_embeddings": 32_768,
+            "tie_word_embeddings": True,
+        },
+    ),
     "tiny-llama": (
         "Llama",
         32_000,
@@ -94,7 +142,10 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
         },
     ),
 }
-"""Name to (family, tokenizer's vocabulary, configuration). The first has 494 M parameters, as Qwen2.5-0.5B."""
+"""Name to (family, tokenizer's vocabulary, configuration). The first has 494 M parameters, as Qwen2.5-0.5B. Those of 8
+layers have the layers of Qwen3.5 and Gemma 3 with a small vocabulary, and layers of attention alone that are as large
+as the former.
+"""
 
 
 def benchmark_checkpoint(name: str) -> pathlib.Path:

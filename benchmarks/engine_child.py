@@ -43,6 +43,11 @@ def tokens_of(update):
     return update.token_ids if hasattr(update, "token_ids") else update.new_token_ids
 
 
+def cached_tokens(output):
+    """The tokens of a prompt that Manta's cache held; 0 for a peer, which says so otherwise or not at all."""
+    return getattr(getattr(output, "usage", None), "num_cached_tokens", 0)
+
+
 class MantaEngine:
     def __init__(self, options):
         from manta import LLM, SamplingParams
@@ -112,7 +117,7 @@ class LlamaCppEngine:
         params = xllamacpp.CommonParams()
         params.model.path = options["model"]
         params.n_parallel = options["max_num_sequences"]
-        params.n_ctx = max(512, options["max_num_sequences"] * 320)
+        params.n_ctx = options["max_num_sequences"] * options["max_model_len"]
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
         params.warmup = True
         self.server = xllamacpp.Server(params)
@@ -166,6 +171,7 @@ def serve(engine, channel):
             seconds, outputs = engine.generate(message["prompts"], message["sampling"])
             num_tokens = sum(len(choice.token_ids) for out in outputs for choice in out.outputs)
             answer = {"seconds": seconds, "num_tokens": num_tokens, "steps": engine.steps.steps}
+            answer["num_cached"] = sum(cached_tokens(out) for out in outputs)
         elif message["do"] == "resident_kv_bytes":
             answer = {"bytes": engine.resident_kv_bytes()}
         else:

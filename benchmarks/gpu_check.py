@@ -42,6 +42,8 @@ TESTS = {
     "recurrences": "tests/workers/kernels/test_triton_recurrences.py",
     "engine": "tests/workers/test_cuda_platform.py",
     "expert kernels": "tests/workers/kernels/test_triton_experts.py",
+    "adapter kernels": "tests/workers/kernels/test_triton_adapters.py",
+    "adapter engines": "tests/workers/test_cuda_adapters.py",
     "expert engines": "tests/workers/test_experts_cuda.py",
     "recurrent engine": "tests/workers/test_cuda_states.py",
     "families": "tests/workers/test_cuda_layer_kinds.py",
@@ -55,7 +57,7 @@ STEPS = {
     1: ("smoke", "device", "engine"),
     2: (
         "kernels", "kinds", "families", "sampler", "quantised", "float8", "rounding", "recurrences", "recurrent engine",
-        "expert kernels", "expert engines",
+        "expert kernels", "expert engines", "adapter kernels", "adapter engines",
     ),
     3: ("attention", "linears", "experts", "recurrent", "profile"),
     4: ("llama-3.1-8b",),

@@ -66,6 +66,8 @@ class Timing(NamedTuple):
     num_tokens: int
     steps: list[tuple[float, int]]
     """(seconds since the start, sequences that gained tokens) of each step that gave any."""
+    num_cached: int = 0
+    """Tokens of prompts that a cache held, as Manta tells it."""
 
 
 _running: list[Child] = []
@@ -265,7 +267,7 @@ class EngineProcess(Child):
         sampling = {"max_tokens": max_tokens, "n": n, "temperature": temperature}
         answer = self._ask({"do": "generate", "prompts": prompts, "sampling": sampling})
         steps = [(seconds, rows) for seconds, rows in answer["steps"]]
-        return Timing(answer["seconds"], answer["num_tokens"], steps)
+        return Timing(answer["seconds"], answer["num_tokens"], steps, answer.get("num_cached", 0))
 
     def bytes_beyond_kv(self) -> int:
         """Memory of all processes without the KV pool."""

@@ -35,6 +35,8 @@ LEAST_ADDRESS_SPACE = 2 * 2**30
 """Least address space of a process, in bytes. With 1.9 GiB an engine's imports find no memory. With 0.9 GiB Ray does
 not start, and takes half a minute to say so.
 """
+CONTROL_LOOP_S = 0.5
+"""Default of the seconds between two looks of Serve's controller. Ray's default is 0.1 s."""
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Size of Ray's object store. Manta keeps nothing there, because requests and outputs are small."""
@@ -45,7 +47,6 @@ _ENVIRONMENT = {
     # Ray would start a worker for each CPU beforehand. Most of Manta's actors have an environment of their own, which
     # these lack; without them a server of two cores is ready with 10% less CPU time.
     "RAY_prestart_worker_first_driver": "false",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
@@ -58,7 +59,7 @@ _ENVIRONMENT = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
 }
-"""Environment of Ray's own processes."""
+"""Environment of Ray's own processes, unless the user has set these variables."""
 _ACCESS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 """Variables that say whether Ray requires a token, and which one."""
 
@@ -84,15 +85,16 @@ more than a tenth and takes 40 to 60 MiB.
 _folders: list[PrivateFolder] = []
 """Folders of the running Ray."""
 _before: dict[str, str | None] = {}
-"""Values of `_ACCESS` before the running Ray was started; None for a variable that was not set."""
+"""Values of the variables that the running Ray's start has changed, before it; None for one that was not set."""
 _roots: list[psutil.Process] = []
 """Ray's first processes; this process may have other children."""
 
 
-def start(num_cpus: int = 0) -> None:
+def start(num_cpus: int = 0, control_loop_s: float = CONTROL_LOOP_S) -> None:
     """Starts Ray with `num_cpus` CPUs, or with the number of cores if that is larger. `num_cpus` may exceed the cores,
-    so that actors which claim more threads than there are cores start too. Raises `ValueError` where Ray's processes
-    may have too little address space, and what `ray.init` raises.
+    so that actors which claim more threads than there are cores start too. `control_loop_s` are the seconds between two
+    looks of Serve's controller at what is to start and to end. Raises `ValueError` where Ray's processes may have too
+    little address space, and what `ray.init` raises.
     """
     limit = address_space_limit()
     if limit is not None and limit < LEAST_ADDRESS_SPACE:
@@ -100,8 +102,10 @@ def start(num_cpus: int = 0) -> None:
             f"a process of this shell may have {limit:,} bytes of address space, and Ray and an engine need "
             f"{LEAST_ADDRESS_SPACE:,}: raise the limit (ulimit -v)"
         )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for name, value in {**_ENVIRONMENT, "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(control_loop_s)}.items():
+        if name not in os.environ:
+            _before[name] = None
+            os.environ[name] = value
     _require_token()
     _folders.append(PrivateFolder())
     others = set(psutil.Process().children())
@@ -149,7 +153,7 @@ def stop() -> None:
 
 
 def _forget() -> None:
-    """Closes the folders of a Ray that has ended, and restores the environment that its token had replaced."""
+    """Closes the folders of a Ray that has ended, and restores the environment that its start had changed."""
     while _folders:
         _folders.pop().close()
     while _before:

@@ -16,6 +16,7 @@ ReadYaml = Callable[[pathlib.Path], dict[str, Any]]
 _ENGINE = {
     "max_model_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel_size",
+    "enable_expert_parallel": "expert_parallel",
     "max_num_seqs": "max_num_sequences",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "block_size": "block_size",

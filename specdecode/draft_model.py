@@ -217,14 +217,8 @@ def check_same_tokenizer(target: str, draft: str, vocab_size: int) -> None:
         ours, theirs = (Vocabulary.load(folder, vocab_size, ()) for folder in (target, draft))
     except ConstraintError as error:
         raise ModelError(f"whether {draft} drafts with the tokenizer of {target} cannot be told: {error}") from error
-    if ours.tokenizer_json == theirs.tokenizer_json:
-        return
-    if ours.special_token_ids != theirs.special_token_ids or ours.tokens != theirs.tokens:
-        pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
-        differing_id = next((token_id for token_id, (our, their) in pairs if our != their), None)
-        where = f"they differ at id {differing_id}"
-        if differing_id is None:
-            where = f"{len(ours.tokens)} and {len(theirs.tokens)} tokens"
+    difference = ours.difference(theirs)
+    if difference is not None:
         raise ModelError(
-            f"the draft model {draft} has another tokenizer than {target} ({where}); take one of the same family"
+            f"the draft model {draft} has another tokenizer than {target} ({difference}); take one of the same family"
         )

@@ -57,6 +57,18 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         """
         return _tables(self.tokenizer_json)[2]
 
+    def difference(self, other: Vocabulary) -> str | None:
+        """Returns in words where an id means another token than in another vocabulary; None if all mean the same."""
+        if self.tokenizer_json == other.tokenizer_json:
+            return None
+        pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
+        differing_id = next((token_id for token_id, (own, others) in pairs if own != others), None)
+        if differing_id is not None:
+            return f"they differ at id {differing_id}"
+        if len(self.tokens) != len(other.tokens):
+            return f"{len(self.tokens)} and {len(other.tokens)} tokens"
+        return None if self.special_token_ids == other.special_token_ids else "other tokens are special"
+
     def byte_token_ids(self) -> dict[int, int]:
         """Returns the token of each byte that has one of its own. Most vocabularies of trained tokenizers lack some."""
         return _byte_token_ids(self.tokenizer_json)[0]

@@ -11,6 +11,7 @@ import gc
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ import pytest
 
 from tests.bare_names import refuse_everywhere
 from tests.costs import Costs
-from tests.pairs import axes_take_turns, few_cases, forms_take_turns
+from tests.pairs import axes_take_turns, few_cases, forms_take_turns, pool_forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
+
+pytest_plugins = ["tests.fork_servers"]
 
 if TYPE_CHECKING:
     from manta.structured.vocabulary import Vocabulary
@@ -46,6 +49,22 @@ PROVE = os.environ.get("MANTA_PROVE") == "1"
 hypothesis.settings.register_profile("fast", derandomize=True, deadline=None, database=None, max_examples=40)
 hypothesis.settings.register_profile("prove", derandomize=True, deadline=None, database=None, max_examples=1000)
 hypothesis.settings.load_profile("prove" if PROVE else "fast")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_settings() -> Iterator[None]:
+    """Fails a file that leaves a setting of its process to the files behind it, which would compile all kernels again
+    in another cache, for example.
+    """
+    before = _settings()
+    yield
+    assert _settings() == before, "a test of this file has changed a setting of its process and left it so"
+
+
+def _settings() -> dict[str, str]:
+    """Returns the settings of this process that Manta reads."""
+    names = [name for name in os.environ if name.startswith("MANTA_") or name == "CXX"]
+    return {name: os.environ[name] for name in names} | {"temporary files": tempfile.gettempdir()}
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +202,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     forms_take_turns(items)
     axes_take_turns(items)
+    pool_forms_take_turns(items)
     if INTERPRETED:
         few_cases(items)
         for item in items:

@@ -70,6 +70,25 @@ def forms_take_turns(items: Iterable[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.prove)
 
 
+ACTORS_EACH = 3
+"""One in so many tests of grammar pools runs over actors in `make test`. Each actor takes a second of a core to start.
+"""
+
+
+def pool_forms_take_turns(items: Iterable[pytest.Item]) -> None:
+    """Marks the cases over actors of tests of the fixture `make_pool` so that `make test` runs few of them. Those that
+    run over actors alone all stay.
+    """
+    forms: dict[str, dict[str, list[pytest.Item]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for item in items:
+        if hasattr(item, "callspec") and "make_pool" in item.callspec.params:
+            forms[item.nodeid.partition("[")[0]][item.callspec.params["make_pool"]].append(item)
+    over_actors = [item for of_test in forms.values() if len(of_test) > 1 for item in of_test["actors"]]
+    for number, item in enumerate(over_actors):
+        if number % ACTORS_EACH:
+            item.add_marker(pytest.mark.prove)
+
+
 def values_on_axes(item: pytest.Item) -> Iterator[str]:
     """Names the value of a case on each axis. An axis is one `parametrize`, or a fixture with parameters."""
     params = dict(item.callspec.params)  # type: ignore[attr-defined]

@@ -12,17 +12,13 @@ _MERGED = "merge the adapter into its base model (peft: merge_and_unload, then s
 
 
 def check_adapters(options: ModelOptions, device: str, model: ModelConfig | None = None) -> None:
-    """Raises `ModelError` if `options` names adapters or folders for them, and the device `cpu`, `cuda` or `tpu`, the
-    model, or `exact` cannot serve any.
+    """Raises `ModelError` if `options` names adapters or folders for them, and the device `cpu`, `cuda` or `tpu` or the
+    model cannot serve any.
     """
     if not options.adapters and not options.adapter_roots:
         return
-    if device != "cpu":
-        raise ModelError(f"adapters are for CPUs, and the device is {device}; {_MERGED}")
-    if options.exact:
-        raise ModelError(
-            f"adapters add floating-point products, and exact allows none; set exact to false, or {_MERGED}"
-        )
+    if device == "tpu":
+        raise ModelError(f"adapters are for CPUs and GPUs, and the device is tpu; {_MERGED}")
     if model is not None and not model.native:
         raise ModelError(
             f"adapters need a model that Manta computes itself, and {model.architecture} runs through transformers; "

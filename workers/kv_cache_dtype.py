@@ -25,9 +25,14 @@ def check_kv_cache(options: ModelOptions, device: str, model: ModelConfig | None
             f"kv_cache_dtype {options.kv_cache_dtype} is for CPUs, and the device is {device}; set device to cpu, or "
             f"{_REMEDY}"
         )
-    if model is not None and model.has_alibi:
+    if model is not None and model.has_key_bias:
         bits = ROUNDED_KV_BITS[options.kv_cache_dtype]
         raise ModelError(
-            f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys hold the "
-            f"biases of their positions (ALiBi) too, and {bits} bits are too few for these; {_REMEDY}"
+            f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys hold "
+            f"biases too, as those of positions (ALiBi), and {bits} bits are too few for these; {_REMEDY}"
+        )
+    if model is not None and model.indexer is not None:
+        raise ModelError(
+            f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached latent vectors "
+            f"hold the keys of an indexer too, which would have the same scale; {_REMEDY}"
         )

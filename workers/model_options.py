@@ -67,6 +67,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Ranks that split every matrix of the model. Each is a Ray actor; 1 runs the model in the engine's own process.
     With device `tpu`, chips that split it.
     """
+    expert_parallel: bool = False
+    """Whether ranks divide a layer's experts, instead of the width of each expert. A rank then holds whole experts, as
+    many as every other rank or one more, and computes the tokens that chose them. Ranks split everything else as
+    without it, shared experts too. It has no effect with one rank. A model without experts is refused.
+    """
     tpu_chips_per_host: Count = 8
     """Chips of each TPU host. An engine with more chips has one Ray actor for each host. With fewer, the engine's own
     process holds them.
@@ -81,7 +86,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Dtype of cached keys and values. `auto` takes that of the activations. `int8` rounds each token's key and value
     of each head by its largest number, so that the same memory holds nearly twice as many tokens as in bfloat16.
     `int4` rotates them and rounds them to 16 levels, for nearly twice as many tokens again. Both are for CPUs, and not
-    for models with ALiBi.
+    for models with ALiBi or Doge's biases.
     """
     kv_cache_bytes: Bytes | None = None
     """Memory of the KV cache, for each rank. It fills up with blocks that later prompts may reuse. None leaves the size
@@ -123,7 +128,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
     (`adapter_config.json` and `adapter_model.safetensors`), or the GGUF file that llama.cpp's converter made of it.
-    They are for CPUs, and for models that Manta computes itself.
+    They are for CPUs and GPUs, and for models that Manta computes itself.
     """
     adapter_roots: tuple[str, ...] = ()
     """Folders below which operators may name adapters in `/v1/load_lora_adapter` while the server runs. A path whose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manta.workers.adapter_support import check_adapters
 from manta.workers.exact import check_exact
+from manta.workers.expert_support import check_expert_parallel
 from manta.workers.kept_weights import check_weights
 from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.model_options import ModelOptions
@@ -24,6 +25,7 @@ def check_options(
     check_weights(options.weights, device)
     check_exact(options, device, model, why_slow)
     check_adapters(options, device, model)
+    check_expert_parallel(options, device, model)
     check_prefix_store(options, device)
     for each in (model, draft):
         check_kv_cache(options, device, each)

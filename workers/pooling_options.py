@@ -9,6 +9,7 @@ _OPTIONS_OF_GENERATION: tuple[tuple[str, object], ...] = (
     ("weights", "auto"),
     ("kv_cache_dtype", "auto"),
     ("tensor_parallel_size", 1),
+    ("expert_parallel", False),
     ("prefix_store_bytes", 0),
     ("adapters", {}),
     ("adapter_roots", ()),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
-from manta.cluster.http.exchange.state import AppState, Models
+from manta.cluster.http.exchange.state import AppState, Models, ServerState
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, answer_of, openai_body, refusal_of
 from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.protocol.pooling_api import EmbeddingRequest
@@ -103,9 +103,8 @@ class Endpoints:
         """Takes the name of the API key of each owner, by which `limits` bounds their lines. `models` is the table of a
         server of several models, to which `add_model` adds them; `tokenizer` is then None.
         """
-        self.state = AppState(config, tokenizer, engines, metrics, prefix_secret or new_secret())
-        if models is not None:
-            self.state.models = models
+        server = ServerState(config, prefix_secret or new_secret(), models)
+        self.state = AppState(config, tokenizer, engines, metrics, server)
         self.limits = limits or RateLimits(config.key_limits)
         """Rate limits of the keys, which the ingresses share."""
         self._key_names = key_names
@@ -132,6 +131,10 @@ class Endpoints:
         """Removes one of several models. Lines under way go on."""
         self.state.models.remove(name)
         self._places.pop(name, None)
+
+    def let_leave(self, names: Collection[str]) -> None:
+        """Makes the models of these names, and no others, take no new lines. Lines under way go on."""
+        self.state.models.let_leave(names)
 
     def _num_places_of(self, name: str) -> int:
         """Returns the places of a model's lines; 1 for a model that is gone, whose last lines find that out."""

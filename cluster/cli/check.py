@@ -50,7 +50,7 @@ from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants, variants_of
 from manta.workers.option_support import check_options
-from manta.workers.parallel.split import check_num_ranks
+from manta.workers.parallel.split import check_num_ranks, experts_of_rank
 from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -192,7 +192,7 @@ def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int, smaller: M
 
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
     if engine.tensor_parallel_size > 1:
-        check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
+        check_num_ranks(model, engine.tensor_parallel_size, engine.exact, engine.expert_parallel)
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
@@ -206,7 +206,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-    from manta.workers.torch_worker.loader import check_tensors
+    from manta.workers.torch_worker.tensor_check import check_tensors
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
@@ -274,6 +274,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype=dtype,
         weights=describe_kept(engine.weights),
         adapters=adapters,
+        experts=_describe_experts(engine, model),
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
@@ -297,6 +298,16 @@ def check_model(engine: EngineConfig) -> CheckReport:
         unused_tensors=trial.unused_tensors,
         **_of_text_side(engine, model, tokenizer),
     )
+
+
+def _describe_experts(engine: EngineConfig, model: ModelConfig) -> str | None:
+    if not engine.expert_parallel or model.experts is None:
+        return None
+    num_ranks, num_experts = engine.tensor_parallel_size, model.experts.num_experts
+    if num_ranks == 1:
+        return f"all {num_experts} of a layer are on the only rank: expert_parallel has no effect"
+    sizes = sorted({len(experts_of_rank(num_experts, rank, num_ranks)) for rank in range(num_ranks)})
+    return f"each of {num_ranks} ranks has {' or '.join(map(str, sizes))} of the {num_experts} of a layer, whole"
 
 
 def _describe_groups(layers: LayerGroups, block_size: int, block_bytes: int) -> str | None:

@@ -50,6 +50,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """
     adapters: tuple[str, ...] = ()
     """A description of each adapter, in words."""
+    experts: str | None = None
+    """One line: how ranks divide experts. None if they split the width of each expert, or if there are none."""
     has_chat_template: bool
     stop_tokens: str
     """The tokens that end every answer, with their texts."""
@@ -94,6 +96,8 @@ def report_rows(report: CheckReport) -> Iterator[str]:
         rows["states"] = report.states
     if report.draft_heads:
         rows["draft heads"] = report.draft_heads
+    if report.experts:
+        rows["experts"] = report.experts
     if report.adapters:
         rows["adapters"] = "; ".join(report.adapters)
     if report.wrapper:

@@ -29,6 +29,7 @@ FLAGS = {
     "--device": "engine.device",
     "--max-model-len": "engine.max_model_len",
     "--tensor-parallel-size": "engine.tensor_parallel_size",
+    "--enable-expert-parallel": "engine.expert_parallel",
     "--max-num-seqs": "engine.max_num_sequences",
     "--max-num-batched-tokens": "engine.max_num_batched_tokens",
     "--block-size": "engine.block_size",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
@@ -36,6 +36,7 @@ from manta.cluster.http.exchange.state import (
     Models,
     OtherMetrics,
     Route,
+    ServerState,
     no_cluster,
     no_other_metrics,
 )
@@ -152,15 +153,14 @@ class HttpApp:
         self._config = config
         document = openapi_document(routes)
         secret = prefix_secret or new_secret()
-        self._state = AppState(config, tokenizer, engines, metrics, secret, other_metrics, cluster, document)
-        if models is not None:
-            self._state.models = models
+        server = ServerState(config, secret, models, other_metrics, cluster, document)
+        self._state = AppState(config, tokenizer, engines, metrics, server)
         if streams is not None:
-            self._state.streams = streams
+            server.streams = streams
             streams.meter_of = self._meter_of
             streams.on_end = functools.partial(keep_ended, self._state)
             streams.is_deleted = self._is_deleted
-        self._state.routes = {route.path: route for route in routes if route.body is not None}
+        server.routes = {route.path: route for route in routes if route.body is not None}
         self._router = Router(routes)
         self._room = ClientShares(config.max_bodies_bytes)
         self.admission = self._state.admission
@@ -223,6 +223,11 @@ class HttpApp:
         self._state.models.remove(name)
         self._bound_preparation()
 
+    def let_leave(self, names: Collection[str]) -> None:
+        """Makes the models of these names, and no others, take no new requests. What they have begun goes on."""
+        self._state.models.let_leave(names)
+        self._bound_preparation()
+
     def _bound_preparation(self) -> None:
         self.admission.serve_models([each.config for each in self._state.models])
 
@@ -236,13 +241,13 @@ class HttpApp:
 
     def begin_drain(self) -> None:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""
-        self._state.drains = True
+        self._state.server.drains = True
         self._state.models.tell_news()
 
     async def _answer(self, exchange: Exchange, route: Route | None = None) -> None:
         """Answers one request, by `route` or by the one that its path and method name."""
         asked = exchange.incoming
-        if self._state.drains:
+        if self._state.server.drains:
             exchange.reply.headers_always.append((b"connection", b"close"))
         try:
             exchange.reply.error_body = self._router.error_body(asked.path) if route is None else route.error_body

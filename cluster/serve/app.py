@@ -60,6 +60,9 @@ from manta.workers.model_info import ModelInfo
 
 APP_NAME = "manta"
 """Name of the application, unless its user gives another one."""
+LOADING_LOOP_S = 0.05
+"""Seconds between two looks of Serve's controller where models are loaded on demand: requests wait for three of them.
+"""
 MODEL_ANSWER_S = 60.0
 """Seconds within which an engine must answer what it loaded; after that the question is sent again, perhaps to another
 engine.
@@ -374,7 +377,8 @@ def _connect(config: ServeConfig) -> list[int]:
         nodes = [num_cores()]
         # Otherwise uvicorn in Serve's proxies would trust X-Forwarded-For from every client on this machine.
         os.environ["FORWARDED_ALLOW_IPS"] = ",".join(config.trusted_proxies)
-        own_ray.start(_num_claimed(config, nodes))
+        loads = any(model.on_demand for model in config.models)
+        own_ray.start(_num_claimed(config, nodes), LOADING_LOOP_S if loads else own_ray.CONTROL_LOOP_S)
     else:
         joined_ray.start(address)
         nodes = node_cpus()

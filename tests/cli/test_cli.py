@@ -19,6 +19,7 @@ from manta.cluster.cli.serve import ready_message
 from manta.cluster.config import EngineConfig, ServeConfig
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.workers.test_layer_kinds import folder_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -99,6 +100,16 @@ def test_check_reports_what_serving_takes(capsys: pytest.CaptureFixture[str]) ->
     assert f"{bytes_per_token:,} bytes" in rows["KV cache"]
     assert f"{1048576 // (bytes_per_token * 16) * 16:,} tokens" in rows["KV cache"]
     assert rows["longest"].startswith("512 tokens")
+
+
+@pytest.mark.usefixtures("trials_here")
+def test_check_says_how_ranks_divide_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(folder_of("mixtral", num_local_experts=7))
+    for num_ranks, words in ((2, "each of 2 ranks has 3 or 4 of the 7 of a layer, whole"), (1, "has no effect")):
+        ranks = "--tensor-parallel-size", str(num_ranks)
+        code, out, _ = run(capsys, "check", folder, "--enable-expert-parallel", *ranks)
+        assert code == 0
+        assert words in next(line for line in out.splitlines() if line.startswith("experts"))
 
 
 @pytest.mark.usefixtures("trials_here")

@@ -38,6 +38,7 @@ def test_flags_say_what_the_configuration_says(capsys: pytest.CaptureFixture[str
             {"engine": {"tensor_parallel_size": 2, "dtype": "float32"}},
         ),
         (["--served-model-name", "7"], {"served_model_name": "7"}),
+        (["--enable-expert-parallel"], {"engine": {"expert_parallel": True}}),
         (["--no-enable-prefix-caching"], {"engine": {"enable_prefix_caching": False}}),
         (["--max-num-seqs", "8", "--set", "engine.max_num_sequences=9"], {"engine": {"max_num_sequences": 8}}),
         (["--port", "8001"], {"port": 8001}),

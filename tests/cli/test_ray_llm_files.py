@@ -81,7 +81,13 @@ def entry(**fields: Any) -> dict[str, Any]:
 def test_every_part_has_its_place(tmp_path: pathlib.Path) -> None:
     scaling = {"min_replicas": 0, "max_replicas": 3, "initial_replicas": 1, "target_ongoing_requests": 9}
     data = entry(
-        engine_kwargs={"max_num_seqs": 7, "dtype": "half", "enable_prefix_caching": False, "trust_remote_code": False},
+        engine_kwargs={
+            "max_num_seqs": 7,
+            "dtype": "half",
+            "enable_prefix_caching": False,
+            "enable_expert_parallel": True,
+            "trust_remote_code": False,
+        },
         deployment_config={"autoscaling_config": scaling | {"look_back_period_s": 5}},
         placement_group_config={"bundle_per_worker": {"CPU": 2}, "strategy": "SPREAD"},
     )
@@ -89,6 +95,7 @@ def test_every_part_has_its_place(tmp_path: pathlib.Path) -> None:
     assert (model.model_name, model.engine.model, model.engine.dtype) == ("m", "demo", "float16")
     assert (model.engine.max_num_sequences, model.engine.enable_prefix_caching) == (7, False)
     assert (model.engine.num_threads, model.engine.placement_strategy) == (2, "SPREAD")
+    assert model.engine.expert_parallel
     expected = AutoscalingOptions(min_replicas=0, max_replicas=3, target_ongoing_requests=9, look_back_s=5)
     assert model.autoscaling == expected
 

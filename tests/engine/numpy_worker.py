@@ -24,7 +24,7 @@ from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import LinearSpec, NormSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.row_status import OK

@@ -53,11 +53,16 @@ def make_llm(folder: str | None = None, **options: Any) -> LLM:
     return LLM(folder or str(checkpoint("llama")), **(defaults | options))
 
 
+def writers() -> list[threading.Thread]:
+    """Returns the threads that write the blocks of the engines that are alive."""
+    return [thread for thread in threading.enumerate() if thread.name == "manta-prefixes"]
+
+
 def end() -> None:
     """Ends the engines that nobody holds any more, and waits until what they keep is on disk."""
-    writers = [thread for thread in threading.enumerate() if thread.name == "manta-prefixes"]
+    ending = writers()
     gc.collect()
-    for thread in writers:
+    for thread in ending:
         thread.join()
 
 
@@ -150,13 +155,16 @@ def test_exact_tokens_stay_exact(tmp_path: pathlib.Path) -> None:
 
 
 def test_engines_of_a_node_share_their_blocks() -> None:
-    one, other = make_llm(**STORE), make_llm(**STORE)
+    other = make_llm(**STORE)
+    others = writers()
+    one = make_llm(**STORE)
+    own = [thread for thread in writers() if thread not in others]
     ask(one, 7)
     ask(one, 8)
     del one
-    writers = [thread for thread in threading.enumerate() if thread.name == "manta-prefixes"]
     gc.collect()
-    writers[0].join()
+    for thread in own:
+        thread.join()
     assert ask(other, 9)[1] == NUM_FOUND
 
 

@@ -14,6 +14,8 @@ from tests.engine.histories import BLOCK, GREEDY, NGRAM, expected, prompts
 from tests.workers.test_layer_kinds import folder_of
 
 KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss", "lfm2", "deepseek_v3", "llama4", "gemma4")
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "longcat_flash")
+"""Kinds without a rounded cache, and one whose layers are two in the engine."""
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},
     "in chunks": {"max_num_batched_tokens": 11},
@@ -36,8 +38,8 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[list[int]]]:
     return [[choice.token_ids for choice in output.outputs] for output in outputs]
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE])
 def test_every_history_gives_the_tokens_of_transformers(kind: str) -> None:
     greedy = [[token_ids] for token_ids in expected(kind)]
     for history, options in HISTORIES.items():
@@ -48,7 +50,9 @@ def test_every_history_gives_the_tokens_of_transformers(kind: str) -> None:
             assert llm.engine.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", "gpt_oss", "deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.prove)]
+)
 def test_choices_share_their_prompt(kind: str) -> None:
     """Those of one request are forks, and have the tokens of requests with these seeds alone."""
     params = SamplingParams(n=3, seed=5, temperature=0.8, max_tokens=12, ignore_eos=True)

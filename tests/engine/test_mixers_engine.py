@@ -24,6 +24,12 @@ KINDS = (
     "kimi_linear",
     "olmo_hybrid",
     "minimax",
+    "bailing_hybrid",
+    "lara_mini",
+    "lfm3",
+    "recurrent_gemma",
+    "zamba",
+    "zaya",
 )
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

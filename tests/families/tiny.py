@@ -83,7 +83,40 @@ ALWAYS = {
 """Values of keys whatever the class has."""
 _BERT = {"is_decoder": True}
 """Without it these attend to later tokens, as encoders."""
+_ALONE = {
+    "is_encoder_decoder": False,
+    "encoder_layers": NUM_LAYERS + 1,
+    "encoder_attention_heads": 2,
+    "forced_eos_token_id": None,
+}
+"""A decoder without its encoder, whose shape differs. transformers generates with a cache of as many layers as the
+encoder has, and ends with a forced token unless told otherwise.
+"""
 OWN: dict[str, dict[str, Any]] = {
+    "bart": _ALONE,
+    "bigbird_pegasus": _ALONE,
+    "blenderbot": _ALONE,
+    "blenderbot-small": _ALONE,
+    "marian": _ALONE,
+    "mbart": _ALONE,
+    "mvp": _ALONE,
+    "pegasus": _ALONE,
+    "plbart": _ALONE,
+    "whisper": _ALONE,
+    "prophetnet": {"is_encoder_decoder": False},
+    "doge": {"keep_window_size": 512},
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "initializer_range": 0.5,  # a smaller one makes attention choose single keys
+        "num_hidden_layers": 6,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 3,
+        "n_output_layers": 2,
+    },
+    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 1},
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "moshi": {"sliding_window": 512},
+    "xlm": {"causal": True},
     "bert": _BERT,
     "bert-generation": _BERT,
     "camembert": _BERT,
@@ -143,7 +176,6 @@ OWN: dict[str, dict[str, Any]] = {
     "radio": {"max_img_size": 56, "video_temporal_patch_size": 2},
     "reformer": _BERT | {"axial_pos_embds": False},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16},
-    "zaya": {"num_experts_per_tok": 1},
 }
 """Further values of families for which the rules make no model, or one without its features."""
 MISNAMED = {

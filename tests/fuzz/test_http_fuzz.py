@@ -117,6 +117,7 @@ async def extremes_beside_a_stream(server: LocalServer, asked: list[tuple[str, b
     assert stats.num_rank_rebuilds == num_rebuilds
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("plugin")
 @async_test
 async def test_extreme_field_values_cost_nobody_else_anything() -> None:

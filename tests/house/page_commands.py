@@ -304,7 +304,7 @@ def judges_families(command: str, manual: Manual) -> None:
     line = manual.recipe(command)[-1]
     assert "-m tests.families" in line
     if PROVE:
-        assert "bart: refused" in manual.run(f"{line} bart")
+        assert "xlnet: refused" in manual.run(f"{line} xlnet")
 
 
 def installs_clients(command: str, manual: Manual) -> None:

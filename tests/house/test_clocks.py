@@ -19,7 +19,7 @@ READERS = {
     "manta.cluster.http.endpoints.ollama": (2, STAMP),
     "manta.cluster.http.exchange.exchange": (2, STAMP),
     "manta.cluster.http.exchange.recordings": (1, STAMP),
-    "manta.cluster.http.exchange.state": (2, STAMP),
+    "manta.cluster.http.exchange.state": (1, STAMP),
     "manta.cluster.serve.adapters.adapter_directory": (1, SHARED),
     "manta.cluster.serve.engine.replica_adapters": (3, SHARED),
     "manta.cluster.serve.engine.step_thread": (2, "begins of spans"),

@@ -46,6 +46,8 @@ if form == "actors":
 print(json.dumps([output.outputs[0].text for output in outputs]))
 """
 
+pytestmark = pytest.mark.usefixtures("own_fork_servers")
+
 
 @pytest.fixture
 def other_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -340,9 +341,12 @@ SLOW = (GgufFolders, Kernels)
 
 @pytest.fixture
 def tmp_path() -> Iterator[pathlib.Path]:
-    """A folder with a path so short that sockets fit below it, because a `PrivateFolder` avoids others."""
+    """A folder with a path so short that sockets fit below it, because a `PrivateFolder` avoids others. What writers
+    set for their whole process ends with it.
+    """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    yield folder
+    with mock.patch.dict(os.environ), mock.patch.object(tempfile, "tempdir", tempfile.tempdir):
+        yield folder
     shutil.rmtree(folder)
 
 

@@ -6,6 +6,7 @@ import functools
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from manta.cluster.config import EngineConfig, ServeConfig
@@ -18,6 +19,7 @@ from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import make_engine
 from tests.local_server import LocalServer, local_server
+from tests.patience import PATIENCE_S
 
 PROMPT = [30 + 7 * place % 280 for place in range(40)]
 NUM_TOKENS = 6
@@ -43,6 +45,16 @@ async def ask(server: LocalServer, model: str) -> dict[str, Any]:
     return json.loads(body)
 
 
+async def decide(server: LocalServer, model: str) -> dict[str, Any]:
+    questions = [{"type": "predicate", "instructions": "It is short."}]
+    async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
+        url, body = f"http://127.0.0.1:{server.port}/v1/decisions", {"input": "A", "questions": questions}
+        answer = await client.post(url, json=body | {"model": model})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
 @async_test
 async def test_every_adapter_is_a_model_beside_its_base() -> None:
     async with serving(model_aliases=("other",)) as server:
@@ -65,6 +77,11 @@ async def test_every_adapter_is_a_model_beside_its_base() -> None:
         assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
         assert await server.metric('manta:adapter_requests_total{adapter="first"') == 1
         assert await server.metric('manta:adapter_requests_total{adapter=""') == 2
+        decided = {model: await decide(server, model) for model in (server.model, "first", "other:first")}
+        assert [each["model"] for each in decided.values()] == [server.model, "first", "first"]
+        alone, first, again = (each["answers"][0]["probability"] for each in decided.values())
+        assert again == pytest.approx(first, abs=1e-6)
+        assert alone != pytest.approx(first, abs=1e-6)
 
 
 @async_test

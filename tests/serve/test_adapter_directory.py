@@ -79,6 +79,23 @@ async def test_every_ingress_knows_a_load_when_it_is_answered() -> None:
     assert told == [["a"], ["a"], ["a"], ["a", "b"], ["b"]]
 
 
+@async_test
+async def test_an_adapter_that_was_unloaded_meanwhile_is_not_applied() -> None:
+    """Else the next one of its name would answer everybody. Those of the configuration are always there."""
+    registry = MemoryRegistry()
+    first = AdapterDirectory(Engines(found), registry, KEEP_S, configured=("c",))
+    await first.load("a", "/one", in_place=False)
+    await first.unload("a")
+    with pytest.raises(ServingError) as refused:
+        await first.apply(AppliedAdapter("a", 1.0))
+    assert refused.value.refusal.kind == "unfit"
+    await first.load("a", "/two", in_place=False)
+    assert first.applied is None
+    for applied in (AppliedAdapter("a", 1.0), AppliedAdapter("c", 1.0), None):
+        await first.apply(applied)
+        assert first.applied == applied
+
+
 @pytest.mark.parametrize(
     ("answers", "kind"),
     [

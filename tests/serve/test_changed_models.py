@@ -5,7 +5,10 @@ demand. The world is that of `tests/serve/test_loading_models.py`.
 from __future__ import annotations
 
 import asyncio
+import pathlib
+import shutil
 from collections.abc import Awaitable
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,11 +17,12 @@ from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader
+from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader, Told
 from manta.cluster.serve.fleet.model_changes import GcsChanges, ModelChange, ModelChanges
 from manta.cluster.serve.starting import kept_versions
 from tests.async_tests import async_test
-from tests.patience import until
+from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S, until
 from tests.serve.test_adapter_directory import Store
 from tests.serve.test_loading_models import (
     ADDRESS,
@@ -26,6 +30,7 @@ from tests.serve.test_loading_models import (
     MOST_THREADS,
     NAMES,
     SIZE,
+    KeptChanges,
     World,
     found_as,
     kept,
@@ -210,6 +215,29 @@ async def test_a_change_that_cannot_be_is_refused_and_changes_nothing() -> None:
 
 
 @async_test
+async def test_streams_get_no_engines_of_another_tokenizer(tmp_path: pathlib.Path) -> None:
+    """The ids that clients were sent so far would be other texts. A model without engines has no streams."""
+    folders = {name: str(checkpoint(name)) for name in ("llama", "qwen2")}
+    other = tmp_path / "other"
+    shutil.copytree(folders["llama"], other)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"a":', '"$$":'))
+    world = World(1)
+    world.loader = world.new_loader(
+        1, ServedModel(name="k", on_demand=True, engine=EngineConfig(model=folders["llama"]))
+    )
+    await world.have("k")
+    assert await refusal_to(world.loader.update("k", {"engine": {"model": str(other)}})) == ("unfit", "")
+    await world.loader.update("k", {"engine": {"model": folders["qwen2"]}})
+    assert world.deployed == ["k", "k"]
+    world.tell("k", "loaded")
+    await world.loader.begin_unload("k")
+    await world.step()
+    await world.loader.update("k", {"engine": {"model": str(other)}})
+    assert (world.deployed, world.deleted) == (["k", "k"], ["k"])
+
+
+@async_test
 async def test_what_operators_have_changed_outlives_the_loader() -> None:
     """A new loader, also one of the same list that is deployed again, goes on with it. An entry of the list that is
     another by then counts anew.
@@ -365,3 +393,121 @@ async def test_a_loader_that_nobody_asks_tries_again(monkeypatch: pytest.MonkeyP
     world.refusal = None
     await until(lambda: world.deployed == ["k"])
     running.cancel()
+
+
+# ---- failures midway ------------------------------------------------------------------------------------------------
+
+
+class FailingWorld(World):
+    """Serve and its store, which fail as the test says."""
+
+    def __init__(self, *models: ServedModel) -> None:
+        self.num_looks = 0
+        self.num_failing_looks = 0
+        self.loses_answers = False
+        """Whether Serve takes what is deployed, and the caller is told of an error."""
+        super().__init__(1)
+        self.use(*models)
+
+    def use(self, *models: ServedModel) -> None:
+        """Has a new loader, of another list of models."""
+        listed, most = ListedModels(models, models, self.kept), Amount(1, None)
+        self.loader = Loader(ADDRESS, listed, most, MIN_LOADED_S, self, lambda: self.now, step_s=0.001)
+
+    async def look(self) -> Told:
+        self.num_looks += 1
+        if self.num_looks <= self.num_failing_looks:
+            raise ConnectionError("the controller is being restarted")
+        return await super().look()
+
+    async def deploy(self, model: ServedModel) -> None:
+        await super().deploy(model)
+        if self.loses_answers:
+            raise ConnectionError("the controller does not answer")
+
+
+class FailingChanges(KeptChanges):
+    """A store that takes a change and then breaks the connection, or breaks it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: Literal["before", "behind"] | None = None
+
+    def replace(self, changes: ModelChanges) -> bool:
+        if self.fails == "before":
+            raise ConnectionError("the store does not answer")
+        is_latest = super().replace(changes)
+        if self.fails == "behind":
+            raise ConnectionError("the store does not answer")
+        return is_latest
+
+
+@async_test
+async def test_a_model_that_is_added_while_serve_deletes_it_is_deployed() -> None:
+    """Nobody tells the loader when Serve is done, so it goes on looking."""
+    world = FailingWorld(kept("k"))
+    running = asyncio.ensure_future(world.loader.run())
+    await until(lambda: world.deployed == ["k"])
+    world.tell("k", "loaded")
+    await world.loader.remove("k")
+    await until(lambda: world.deleted == ["k"])
+    await world.loader.add(kept("k"))
+    num_looks = world.num_looks
+    await until(lambda: world.num_looks > num_looks + 3)
+    assert world.deployed == ["k"]
+    world.leaving.clear()
+    await until(lambda: world.deployed == ["k", "k"])
+    running.cancel()
+
+
+@async_test
+async def test_a_step_that_fails_is_made_again() -> None:
+    """Else a list that was changed while the controller restarts would count from the next request on only."""
+    world = FailingWorld(on_demand("a"))
+    await world.have("a")
+    world.use(on_demand("a", dtype="float32"))
+    world.num_failing_looks = world.num_looks + 2
+    running = asyncio.ensure_future(world.loader.run())
+    await until(lambda: world.deployed == ["a", "a"])
+    running.cancel()
+
+
+@pytest.mark.parametrize("fails", ["before", "behind"])
+@async_test
+async def test_a_store_that_fails_is_asked_what_it_has(fails: Literal["before", "behind"]) -> None:
+    """Ingresses read the store, so the loader may not go by what it meant to keep."""
+    world, store = FailingWorld(), FailingChanges()
+    world.kept = store
+    world.use(on_demand("a"))
+    await world.step()
+    running = asyncio.ensure_future(world.loader.run())
+    store.fails = fails
+    for entry in (on_demand("new"), kept("k")):
+        with pytest.raises(ConnectionError):
+            await world.loader.add(entry)
+    store.fails = None
+    is_kept = fails == "behind"
+    asked = asyncio.ensure_future(world.loader.load("new", "", PATIENCE_S))
+    if is_kept:
+        await until(lambda: sorted(world.deployed) == ["k", "new"])
+        asked.cancel()
+    else:
+        assert await refusal_of(asked) == ("unknown_model", None)
+    await world.loader.add(on_demand("last"))
+    assert [*store.changes.of] == [*(("new", "k") if is_kept else ()), "last"]
+    running.cancel()
+
+
+@async_test
+async def test_options_that_serve_has_taken_are_replaced_if_the_change_is_refused() -> None:
+    world = FailingWorld(kept("k"))
+    await world.step()
+    world.tell("k", "loaded")
+    await world.step()
+    world.loses_answers = True
+    assert await refusal_to(world.loader.update("k", {"engine": {"dtype": "float32"}})) == ("unfit", "")
+    assert world.found["k"].model.engine.dtype == "float32"
+    world.loses_answers = False
+    await world.step()
+    assert world.found["k"].model == kept("k")
+    assert world.deployed == ["k"] * 3

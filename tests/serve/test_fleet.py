@@ -28,6 +28,7 @@ from manta.cluster.models_folder import with_models_dir
 from manta.cluster.serve import app
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.found import announced, application_name, models_among
+from manta.cluster.serve.fleet.model_changes import ModelChanges
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from tests.adapters import adapters_of
 from tests.async_tests import async_test
@@ -134,10 +135,12 @@ def test_applications_have_names_that_serve_takes_and_that_differ() -> None:
 class World:
     """An ingress's application, and what Serve tells it of engines in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         models = Models()
         self.streams = StreamsOfModels()
-        config = ServeConfig()
+        self.changes = ModelChanges()
+        """The fleet asks here what operators have changed."""
+        config = ServeConfig(**options)
         self.app: Any = HttpApp(
             config, None, AllEngines(models), Metrics(""), models=models, streams=self.streams, prefix_secret=bytes(32)
         )
@@ -149,6 +152,7 @@ class World:
             self.app,
             self.streams,
             find=lambda address, served: models_among(self.applications, address, served),
+            changes=lambda: self.changes,
             handle_of=lambda _, application: self.handles[application],
         )
         self.client = httpx.AsyncClient(

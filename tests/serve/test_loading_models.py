@@ -29,6 +29,7 @@ from manta.cluster.serve.fleet.loader import (
     Loader,
     Told,
 )
+from manta.cluster.serve.fleet.model_application import check_continues
 from manta.cluster.serve.fleet.model_changes import ModelChanges
 from tests.async_tests import async_test
 from tests.patience import PATIENCE_S
@@ -101,9 +102,11 @@ class World:
     async def look(self) -> Told:
         return Told(list(self.found.values()), frozenset(self.leaving), self.is_over)
 
-    async def place(self, entry: ServedModel) -> ServedModel:
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         if entry.engine.num_threads is not None and entry.engine.num_threads > MOST_THREADS:
             raise ValueError("no node has so many cores")
+        if before is not None:
+            check_continues(before.engine, entry.engine)
         return entry
 
     async def num_bytes(self, model: ServedModel) -> int:

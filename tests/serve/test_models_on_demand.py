@@ -120,7 +120,7 @@ class World:
 
     # ---- Serve, as the loader sees it --------------------------------------------------------------------------------
 
-    async def place(self, entry: ServedModel) -> ServedModel:
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         return entry
 
     async def num_bytes(self, model: ServedModel) -> int:
@@ -185,6 +185,7 @@ class Engines(RepeatingEngines):
         self.max_held: int | None = None
         """Bound that came with other options; None before that."""
         self.answering = []
+        self.application = handle.application
         self._handle = handle
         handle.tokenizers.append(weakref.ref(tokenizer))
 

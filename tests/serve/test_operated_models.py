@@ -14,20 +14,24 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
+from manta.cluster.errors import ServingError
 from manta.cluster.http.access.request_admission import Caller
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.endpoints.loading import model_events
 from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.state import AppState, Models
+from manta.cluster.http.exchange.state import AppState, Models, ServerState
 from manta.cluster.operated_models import FROM_FILES_ONLY, PATHS
+from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.http.test_routes import RepeatingEngines
+from tests.local_server import Handle
 from tests.patience import until
 from tests.serve.test_fleet import details
 from tests.serve.test_models_on_demand import CLIENT, KEYS, OPERATOR, TURNS, fleet_of, on_demand, ready, world_of
@@ -99,7 +103,8 @@ async def test_changes_of_models_are_events() -> None:
 
 @async_test
 async def test_a_silent_stream_of_events_says_that_it_lives() -> None:
-    state = AppState(ServeConfig(), None, RepeatingEngines(), Metrics("demo"), bytes(32))
+    config = ServeConfig()
+    state = AppState(config, None, RepeatingEngines(), Metrics("demo"), ServerState(config, bytes(32)))
     events = model_events(state, Caller(""), keep_alive_s=0.001)
     assert [(await anext(events))[:6] for _ in range(3)] == [b"data: ", b":\n\n", b":\n\n"]
 
@@ -154,6 +159,30 @@ async def test_operators_change_the_list_of_models_while_it_is_served() -> None:
         await until(lambda: "manta.kept" not in world.applications)
         assert await stream == "manta.a manta.a "
         assert [*await ingress.states()] == ["a", "later", "l"]
+
+
+class Unread:
+    """The models of a process that cannot read which ones there are."""
+
+    def is_served(self, name: str) -> bool:
+        return False
+
+    def is_running(self, name: str) -> bool:
+        return False
+
+    async def look(self) -> None:
+        raise ConnectionError("the store does not answer")
+
+
+@async_test
+async def test_an_operator_is_told_that_a_change_is_made_although_it_cannot_be_read_yet() -> None:
+    async with world_of(on_demand("a")) as world:
+        holds = Holds(Unread(), Handle(world), "ingress")
+        with pytest.raises(ServingError) as refused:
+            await holds.update("a", {"aliases": ["b"]})
+        assert refused.value.refusal.kind == "unavailable"
+        assert "the change is made" in refused.value.refusal.cause
+        assert [*world.kept.changes.of] == ["a"]
 
 
 @async_test

@@ -29,6 +29,8 @@ from manta.structured.vocabulary import Vocabulary
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.usefixtures("own_fork_servers")
+
 
 @pytest.fixture
 def compiler(demo_vocabulary: Vocabulary) -> Iterator[Compiler]:

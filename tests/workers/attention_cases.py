@@ -60,6 +60,17 @@ ATTENTION_CASES: dict[str, Case] = {
         LATENT | EXPERTS | {"mlp_layer_types": ["dense", "sparse"] * 2, "routed_scaling_factor": 3.0},
         {"scaled shares": {"routed_scaling_factor": 1.0}},
     ),
+    "axk1": Case(
+        "AXK1Config",
+        LATENT | EXPERTS | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN_PAIR, "attention_bias": True},
+        {"groups of experts": {"n_group": 1, "topk_group": 1}, "shares that sum to one": {"norm_topk_prob": False}}
+        | OTHER_SCALE,
+    ),
+    "sarvam_mla": Case(
+        "SarvamMLAConfig",
+        LATENT | EXPERTS | {"q_lora_rank": None, "rope_parameters": YARN_PAIR, "routed_scaling_factor": 3.0},
+        {"scaled shares": {"routed_scaling_factor": 1.0}} | OTHER_SCALE,
+    ),
     "mistral4": Case(
         "Mistral4Config",
         LATENT

@@ -1,12 +1,16 @@
 """Every form of the CPU kernels that this processor runs, so that one machine tests them all.
 
 `in_form` switches this process; `MANTA_CPU_FORM=avx2 make test` runs the whole suite in one. A model made before keeps
-the kernels that it was made with.
+the kernels that it was made with. `make test` compiles the forms that this processor would not choose with few
+optimisations, and `make prove` as they are for users: compilers may not change a result, because no flag allows it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
+import shlex
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +24,9 @@ from manta.workers.kernels import (
     cpu_all_reduce,
     cpu_decoder,
     cpu_exact,
+    cpu_experts,
     cpu_linear,
+    cpu_products,
     cpu_quantized_linear,
     cpu_recurrence,
     cpu_sampler,
@@ -28,6 +34,7 @@ from manta.workers.kernels import (
     rounding,
     shared_weights,
 )
+from tests.conftest import PROVE
 from tests.workers import emulated
 
 QUANTIZED = [form.name for form in processor.lower_forms(processor.best_form())]
@@ -38,6 +45,9 @@ COMPILED = [name for name in QUANTIZED if name not in (_TWIN, "avx_vnni", "neon_
 """Every form that differs for all other kernels."""
 QUANTIZED_CASES = [pytest.param(name, marks=pytest.mark.prove) if name == _TWIN else name for name in QUANTIZED]
 """`QUANTIZED` as parameters. `make test` runs AVX-512 with VNNI, where the processor has it."""
+_OWN = os.environ.get(processor.VARIABLE) or processor.best_form().name
+"""The form that this process has without `in_form`."""
+_QUICKLY = str(pathlib.Path(__file__).parent / "compile_quickly.sh")
 TORCH = "torch"
 """No compiler: torch alone."""
 FORMS = [*COMPILED, TORCH]
@@ -49,13 +59,23 @@ _WITH_LIBRARIES = (
     cpu_all_reduce,
     cpu_decoder,
     cpu_exact,
+    cpu_experts,
     cpu_linear,
+    cpu_products,
     cpu_quantized_linear,
     cpu_recurrence,
     cpu_sampler,
     rounding,
     shared_weights,
 )
+
+
+def environment_of(form: str) -> dict[str, str]:
+    """Returns the variables with which a process has the kernels of a form."""
+    compiler = build.find_compiler()
+    if PROVE or compiler is None or form == _OWN or _QUICKLY in compiler:
+        return {processor.VARIABLE: form}
+    return {processor.VARIABLE: form, "CXX": shlex.join(["sh", _QUICKLY, *compiler])}
 
 
 def forget_libraries() -> None:
@@ -86,7 +106,8 @@ def in_form(name: str) -> Iterator[None]:
             patch.setattr(host, "num_cores", lambda: 1)  # torch's threads wait for each other on a busy machine
         else:
             patch.delenv("MANTA_NO_KERNELS", raising=False)
-            patch.setenv(processor.VARIABLE, name)
+            for variable, value in environment_of(name).items():
+                patch.setenv(variable, value)
         forget_libraries()
         try:
             assert build.form_in_use() == name

@@ -22,7 +22,7 @@ from manta.workers.kernels import cpu_all_reduce, processor, shared_prefixes
 from manta.workers.model_info import ModelInfo
 from manta.workers.parallel.group import GlooGroup, private_address
 from manta.workers.step import StepInput, StepOutput
-from tests.workers.cpu_forms import forget_libraries
+from tests.workers.cpu_forms import environment_of, forget_libraries
 
 
 class Holder:
@@ -101,14 +101,16 @@ _CREATE_FILE = cpu_all_reduce.create_file
 def use_form(holder: Holder, name: str | None) -> None:
     """Sets the form of the kernels for later workers; None is the form that the process began with."""
     holder.worker = None
-    if name is None and _FIRST_FORM is None:
-        os.environ.pop(processor.VARIABLE, None)
-    else:
-        os.environ[processor.VARIABLE] = name or _FIRST_FORM or ""
+    for variable, value in _FIRST_FORM.items():
+        os.environ.pop(variable, None)
+        if value is not None:
+            os.environ[variable] = value
+    if name is not None:
+        os.environ.update(environment_of(name))
     forget_libraries()
 
 
-_FIRST_FORM = os.environ.get(processor.VARIABLE)
+_FIRST_FORM = {variable: os.environ.get(variable) for variable in (processor.VARIABLE, "CXX")}
 
 
 def shares_memory(holder: Holder) -> bool:

@@ -160,6 +160,45 @@ RECURRENT_CASES: dict[str, Case] = {
             "scaled shares": {"routed_scaling_factor": 1.0},
         },
     ),
+    "bailing_hybrid": Case(
+        "BailingHybridConfig",
+        HYBRID
+        | LATENT
+        | {
+            "q_lora_rank": None,
+            "head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "kda_lower_bound": -3.0,
+        },
+        {
+            "choice of three experts": {"num_experts_per_token": 2},
+            "groups of experts": {"num_expert_group": 1, "topk_group": 1},
+            "shares that sum to one": {"moe_renormalize": False},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+            "bounded decays": {"kda_safe_gate": False},
+            "the bound of decays": {"kda_lower_bound": -0.5},
+        },
+    ),
+    "bailing_hybrid without a bound": Case(
+        "BailingHybridConfig",
+        HYBRID
+        | LATENT
+        | {
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "kda_safe_gate": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "minimax": Case(
         "MiniMaxConfig",
         {
@@ -200,6 +239,78 @@ RECURRENT_CASES: dict[str, Case] = {
         },
         {"choice of two experts": {"num_experts_per_tok": 1}, "shares that sum to one": {"norm_topk_prob": False}},
     ),
+    "lfm3": Case(
+        "Lfm3Config",
+        {
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "conv_L_cache": 5,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "full_attention": ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+                "sliding_attention": ROPE | {"rope_theta": 100.0},
+            },
+        },
+        {
+            "local rope": {
+                "rope_parameters": {
+                    "full_attention": ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+                    "sliding_attention": ROPE,
+                }
+            },
+            "proportional rope": {
+                "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 100.0}}
+            },
+            "window": {"sliding_window": 4096},
+        },
+    ),
+    "lfm3 without gates and norms": Case(
+        "Lfm3Config",
+        {
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "head_dim": 16,
+            "sliding_window": 24,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "attention_bias": True,
+            "conv_bias": True,
+        },
+    ),
+    "lara_mini": Case(
+        "LaraMiniConfig",
+        DELTA
+        | SHARED_EXPERT
+        | {
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+            "sliding_window": 24,
+            "rope_parameters": ROPE,
+        },
+        {
+            "choice of two experts": {"num_experts_per_tok": 1},
+            "shares that sum to one": {"norm_topk_prob": False},
+            "layers without positions": {
+                "layer_types": ["linear_attention", "sliding_attention"] * 2,
+                "sliding_window": 4096,
+            },
+            "window": {"sliding_window": 4096},
+        },
+    ),
+    "recurrent_gemma": Case(
+        "RecurrentGemmaConfig",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "lru_width": 96,
+            "block_types": ["recurrent", "attention"],
+            "attention_window_size": 24,
+            "logits_soft_cap": 5.0,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+        {
+            "window": {"attention_window_size": 4096},
+            "partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+        },
+    ),
     "qwen3_next": Case(
         "Qwen3NextConfig",
         DELTA | SHARED_EXPERT | {"mlp_only_layers": [1]},
@@ -223,6 +334,16 @@ RECURRENT_CASES: dict[str, Case] = {
             "positions": {"rope_parameters": None},
         },
     ),
+    "zamba": Case(
+        "ZambaConfig",
+        {
+            "num_key_value_heads": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "n_mamba_heads": 2,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 6,
+        },
+    ),
     "zamba2": Case(
         "Zamba2Config",
         {
@@ -238,6 +359,35 @@ RECURRENT_CASES: dict[str, Case] = {
             "rope_parameters": ROPE,
         },
         {"positions": {"use_mem_rope": False}},
+    ),
+    "zaya": Case(
+        "ZayaConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "router_hidden_size": 24,
+            "cca_time0": 2,
+            "cca_time1": 3,
+            "head_dim": 16,
+            "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "hybrid": ROPE | {"partial_rotary_factor": 0.5},
+                "hybrid_sliding": ROPE | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        },
+        {
+            "window": {"sliding_window": 4096},
+            "local rope": {
+                "rope_parameters": {
+                    kind: ROPE | {"partial_rotary_factor": 0.5} for kind in ("hybrid", "hybrid_sliding")
+                }
+            },
+            "partial rotation": {
+                "rope_parameters": {"hybrid": ROPE, "hybrid_sliding": ROPE | {"rope_theta": 100.0}},
+            },
+        },
     ),
     "xlstm": Case("xLSTMConfig", {"num_heads": 4}, {"capped gates": {"gate_soft_cap": 0.3}}),
     "qwen3_5": Case(

@@ -21,19 +21,25 @@ from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
 from tests.quantised_checkpoints import AWQ_CONFIG, fp8_config, gptq_config
 from tests.workers.attention_cases import ATTENTION_CASES
+from tests.workers.latent_keys import (
+    BIASES,
+    CHOICE,
+    EXPERTS,
+    FLAG,
+    HUGE,
+    LEFT_OUT,
+    LIST,
+    NUMBER,
+    OBJECT,
+    OF_LATENTS,
+    PART,
+    WHOLE,
+    WHOLE_OR_NONE,
+)
 from tests.workers.recurrent_cases import RECURRENT_CASES, values_of_cases
+from tests.workers.sparse_cases import SPARSE_CASES
 from tests.workers.test_layer_kinds import SIZES
 from tests.workers.test_quantised_formats import FORMATS
-
-HUGE = 10**30
-WHOLE = ("7", [7], {"a": 7}, -1, 1.5, math.nan, HUGE, True)
-WHOLE_OR_NONE = tuple(value for value in WHOLE if value != 0)
-NUMBER = ("7", [7], {"a": 7}, -1, math.nan, math.inf, 1e300, HUGE, True)
-FLAG = ("true", [True], {"a": True}, -1, 1, math.nan, HUGE)
-CHOICE = ("novel", ["silu"], {"a": "silu"}, -1, 7, math.nan, HUGE, True)
-LIST = ("silu", {"a": 1}, -1, 7, math.nan, HUGE, True, [{}], [math.nan])
-OBJECT = ("silu", [1], -1, 7, math.nan, HUGE, True)
-LEFT_OUT = ("7", [7], {"a": 7}, -1, math.nan, HUGE, 0.5)
 
 DENSE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hidden_act": ("silu", CHOICE),
@@ -59,9 +65,7 @@ WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "layer_types": (["full_attention", "sliding_attention"] * 2, (*LIST, ["full_attention"], ["novel"] * 4)),
 }
 KINDS: dict[str, Any] = {"layer_types": WINDOWS["layer_types"], "sliding_window": (8, WHOLE)}
-BIASES: dict[str, Any] = {"attention_bias": (True, FLAG)}
 PATTERN: dict[str, Any] = {"sliding_window_pattern": (2, WHOLE)}
-PART: dict[str, Any] = {"partial_rotary_factor": (0.5, ("7", [7], {"a": 7}, -1, math.nan, HUGE, 2.0, 0.45))}
 GEMMA: dict[str, Any] = {
     "hidden_act": None,
     "hidden_activation": ("gelu_pytorch_tanh", CHOICE),
@@ -70,36 +74,7 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": (30.0, NUMBER),
     "query_pre_attn_scalar": (256, NUMBER),
 }
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": (2, (*WHOLE, 64))}
 OF_KINDS: dict[str, Any] = {"partial_rotary_factor": None, "rope_local_base_freq": (10000.0, NUMBER)}
-LATENT: dict[str, Any] = {
-    "head_dim": (8, WHOLE),
-    "qk_head_dim": (16, WHOLE),
-    "num_key_value_heads": (4, WHOLE),
-    "q_lora_rank": (32, WHOLE),
-    "kv_lora_rank": (16, (*WHOLE, 15)),
-    "qk_rope_head_dim": (8, (*WHOLE, 7)),
-    "qk_nope_head_dim": (8, WHOLE),
-    "v_head_dim": (8, WHOLE),
-}
-DEEPSEEK: dict[str, Any] = EXPERTS | {
-    "n_routed_experts": (16, WHOLE),
-    "moe_intermediate_size": (32, WHOLE),
-    "moe_layer_freq": (1, (*WHOLE, 2)),
-    "n_shared_experts": (2, WHOLE_OR_NONE),
-    "first_k_dense_replace": (1, WHOLE_OR_NONE),
-    "mlp_layer_types": (["dense", "sparse"] * 2, (*LIST, ["dense"], ["novel"] * 4)),
-    "n_group": (4, (*WHOLE, 3)),
-    "topk_group": (2, (*WHOLE, 5)),
-    "routed_scaling_factor": (2.5, NUMBER),
-    "num_nextn_predict_layers": (1, WHOLE_OR_NONE),
-}
-SIGMOID: dict[str, Any] = {
-    "norm_topk_prob": (True, FLAG),
-    "scoring_func": ("sigmoid", (*CHOICE, "softmax")),
-    "topk_method": ("noaux_tc", (*CHOICE, "greedy")),
-    "rope_interleave": (True, FLAG),
-}
 NULL_MEANS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
 NULL_MEANS_NONE |= {"attention_chunk_size", "scale_depth", "dim_model_base"}
 QWEN_EXPERTS: dict[str, tuple[Any, Any]] = (
@@ -115,7 +90,7 @@ QWEN_EXPERTS: dict[str, tuple[Any, Any]] = (
         "norm_topk_prob": (True, FLAG),
     }
 )
-OWN: dict[str, dict[str, Any]] = {
+OWN: dict[str, dict[str, Any]] = OF_LATENTS | {
     "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
     "MistralForCausalLM": {"sliding_window": (8, WHOLE)},
     "Qwen2ForCausalLM": WINDOWS,
@@ -174,44 +149,6 @@ OWN: dict[str, dict[str, Any]] = {
     | KINDS
     | PATTERN
     | {"rms_norm_eps": None, "layer_norm_eps": (1e-6, NUMBER), "logit_scale": (0.5, NUMBER)},
-    "DeepseekV2ForCausalLM": BIASES
-    | LATENT
-    | DEEPSEEK
-    | {
-        "mlp_bias": (False, (*FLAG, True)),
-        "norm_topk_prob": (False, (*FLAG, True)),
-        "scoring_func": ("softmax", (*CHOICE, "sigmoid")),
-        "topk_method": ("group_limited_greedy", (*CHOICE, "noaux_tc")),
-        "topk_group": (1, (*WHOLE, 5)),
-    },
-    "DeepseekV3ForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID,
-    "Glm4MoeLiteForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID | {"topk_group": (1, (*WHOLE, 5))},
-    "MiniCPM3ForCausalLM": BIASES
-    | LATENT
-    | {
-        "mlp_bias": (False, (*FLAG, True)),
-        "scale_emb": (12, NUMBER),
-        "scale_depth": (1.4, NUMBER),
-        "dim_model_base": (256, WHOLE),
-    },
-    "Mistral4ForCausalLM": BIASES
-    | LATENT
-    | DEEPSEEK
-    | {
-        "moe_layer_freq": None,
-        "topk_group": (1, (*WHOLE, 5)),
-        "norm_topk_prob": (True, FLAG),
-        "rope_interleave": (True, FLAG),
-        "partial_rotary_factor": (0.5, ("7", [7], {"a": 7}, -1, math.nan, HUGE, 2.0, 0.45)),
-        "rope_scaling": None,
-        "rope_theta": None,
-        "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, OBJECT),
-    },
-    "Glm4MoeForCausalLM": BIASES
-    | PART
-    | DEEPSEEK
-    | SIGMOID
-    | {"topk_group": (1, (*WHOLE, 5)), "rope_interleave": None, "use_qk_norm": (True, FLAG)},
     "MixtralForCausalLM": EXPERTS | {"sliding_window": (8, WHOLE), "num_local_experts": (16, WHOLE)},
     "Llama4ForCausalLM": BIASES
     | EXPERTS
@@ -253,7 +190,6 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts": (16, WHOLE),
         "top_k_experts": (2, WHOLE),
     },
-    "YoutuForCausalLM": BIASES | LATENT | {"mlp_bias": (False, (*FLAG, True)), "rope_interleave": (True, FLAG)},
 }
 """The keys of each family alone; None for a key of `DENSE` that the family does not read."""
 
@@ -290,7 +226,8 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 def values_of(family: str) -> dict[str, Any]:
     if family not in OWN:
-        others = [ATTENTION_CASES[name] for name in ("mimo_v2", "gemma3n")]
+        others = [ATTENTION_CASES[name] for name in ("axk1", "mimo_v2", "gemma3n")]
+        others += [SPARSE_CASES[name] for name in ("axk2", "longcat_flash")]
         return values_of_cases([*RECURRENT_CASES.values(), *others], SIZES)[family]
     table = table_of(family)
     return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}
@@ -335,6 +272,7 @@ def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
         "_sliding_window_pattern",
         "num_local_experts",
         "num_experts",
+        "model_type",
     }
     assert recorder.keys_read - others == recorder.keys() - others
 
@@ -375,6 +313,37 @@ def test_the_models_unscaled_positions_win_over_those_of_its_rope(tmp_path: path
     """As in transformers."""
     values = values_of("LlamaForCausalLM") | {"rope_parameters": ROPES["yarn"], "original_max_position_embeddings": 32}
     assert read(tmp_path, values).rope.original_max_position_embeddings == 32
+
+
+def test_published_keys_of_sarvam_are_those_of_transformers(tmp_path: pathlib.Path) -> None:
+    """Its first code had names of its own."""
+    published = SIZES | {
+        "model_type": "sarvam_mla",
+        "num_experts": 16,
+        "num_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+        "q_head_dim": 20,
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "rope_theta": 5000.0,
+        "rope_scaling": {
+            "type": "deepseek_yarn",
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 64,
+        },
+        "torch_dtype": "float32",
+    }
+    stored = json.loads(transformers.SarvamMLAConfig(**published).to_json_string())
+    expected = read(tmp_path, stored | {"architectures": ["DeepseekV3ForCausalLM"]})
+    assert expected.unused_keys == ()
+    assert read(tmp_path, published | {"architectures": ["SarvamMLAForCausalLM"]}) == expected
 
 
 @pytest.mark.parametrize(

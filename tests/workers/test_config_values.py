@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from manta.workers.models.families import FAMILIES
 from manta.workers.models.harmless_keys import HARMLESS_KEYS
@@ -27,6 +28,7 @@ OF_TYPE = {bool: FLAG, int: WHOLE, float: NUMBER, str: CHOICE, list: LIST, dict:
 NO_WHOLE_NUMBER = {"expand", "mamba_expand"}
 WITHOUT_EFFECT = {
     # Training, and the first weights.
+    "final_w_init_variance_scale",
     "hidden_dropout",
     "linear_a_log_max",
     "linear_a_log_min",
@@ -34,11 +36,13 @@ WITHOUT_EFFECT = {
     "linear_dt_max",
     "linear_dt_min",
     "mtp_layers_block_type",
+    "mtp_loss_scaling_factor",
     "rescale_prenorm_residual",
     "time_step_floor",
     "time_step_init_scheme",
     "time_step_max",
     "time_step_scale",
+    "w_init_variance_scale",
     "z_loss_coefficient",
     # How transformers and others compute.
     "block_size",
@@ -75,6 +79,8 @@ SAID_OTHERWISE = {
             "use_mem_eff_path",
         )
     ),
+    ("BailingHybridForCausalLM", "rope_theta"),
+    *(("ZambaForCausalLM", key) for key in ("attention_hidden_size", "time_step_min")),
     *(
         ("xLSTMForCausalLM", key)
         for key in (
@@ -107,6 +113,8 @@ def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family:
         for value in OF_TYPE[type(values[key])]:
             if value == 1.5 and key in NO_WHOLE_NUMBER:
                 continue
+            if value == -1 and key == "kda_lower_bound":
+                continue  # a bound below 0
             if value == 7 and (family, key) == ("Gemma3nForCausalLM", "intermediate_size"):
                 continue  # one number for all layers
             if key in WITHOUT_EFFECT or (family, key) in SAID_OTHERWISE:
@@ -115,6 +123,16 @@ def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family:
             with pytest.raises(ConfigError) as caught:
                 read(tmp_path, values | {key: value})
             assert caught.value.key.partition("[")[0].partition(".")[0] == key, value
+
+
+@pytest.mark.parametrize("family", ["KimiLinearForCausalLM", "BailingHybridForCausalLM"])
+def test_either_name_of_a_key_is_read(family: str, tmp_path: pathlib.Path) -> None:
+    """Published files have DeepSeek-V3's names for some of them, and transformers writes others."""
+    written = values_of(family)
+    names = {other: name for name, other in CONFIG_MAPPING[written["model_type"]].attribute_map.items()}
+    published = {names.get(key, key): value for key, value in written.items()}
+    assert len(published.keys() - written.keys()) >= 5
+    assert read(tmp_path, published) == read(tmp_path, written)
 
 
 def test_time_steps_have_two_bounds(tmp_path: pathlib.Path) -> None:

@@ -25,7 +25,8 @@ from manta.workers.checkpoints.gguf_header import read_gguf_header
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import Vocabulary, dequantized, write_gguf
 from tests.pairs import in_turns

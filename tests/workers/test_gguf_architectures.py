@@ -24,7 +24,7 @@ from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import ConfigError
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests import converted_gguf, gguf_files
 from tests.checkpoints import make_tokenizer, randomise
 from tests.converted_gguf import convert

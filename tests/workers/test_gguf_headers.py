@@ -18,7 +18,7 @@ from manta.cluster.text.tokenizer_files import TokenizerError
 from manta.workers.checkpoints.gguf_values import OF_FILES, OF_MODELS
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.models.model_config import ModelError
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 from tests.gguf_headers import (

@@ -19,14 +19,19 @@ import torch
 import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.exact import check_exact
+from manta.workers.kv_cache_dtype import check_kv_cache
+from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
 from manta.workers.platforms import choose_platform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
+from tests.workers.sparse_cases import SPARSE_CASES
 from tests.workers.test_models import Cache, random_tokens
 
 transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
@@ -57,6 +62,7 @@ LONG_ROPE = ROPE | {
 CASES: dict[str, Case] = (
     RECURRENT_CASES
     | ATTENTION_CASES
+    | SPARSE_CASES
     | {
         "gemma2": Case(
             "Gemma2Config",
@@ -194,6 +200,7 @@ SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
     "cohere2": {"logit_scale": 1.0},
+    "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
 """Features that change logits and no greedy token."""
 NOT_GENERATED = ("lfm2, convolutions only",)
@@ -209,6 +216,8 @@ def set_buffers(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("balancing_biases"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
 
@@ -289,6 +298,13 @@ def rewritten(
     ("name", "tensor"),
     [
         ("deepseek_v3", "e_score_correction_bias"),
+        ("deepseek_v32", "indexer.wq_b"),
+        ("glm_moe_dsa", "indexer.k_norm.bias"),
+        ("glm_moe_dsa", "indexer.weights_proj"),
+        ("axk1", "post_mlp_layernorm"),
+        ("axk2", "input_layernorm.W_up"),
+        ("axk2", "post_attention_layernorm.W_down"),
+        ("longcat_flash", "mlp.experts.2.down_proj"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),
@@ -313,6 +329,7 @@ def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path:
     ("name", "extra"),
     [
         ("deepseek_v3", "model.layers.4.eh_proj.weight"),  # of the layer that drafts tokens
+        ("axk1", "model.layers.0.post_mlp_layernorm.weight"),  # of a layer with one MLP, which has no such norm
         ("gemma4", "model.layers.5.self_attn.k_proj.weight"),  # of a layer that reads those of another
     ],
 )
@@ -443,40 +460,43 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
     assert torch.equal(logits_of(silent, tokens), logits_of(folder, tokens))
 
 
-NOT_ON_TPUS = {
-    "llama4": "layers that see a chunk, shares that multiply what experts get",
-    "gemma3n": "heads that differ by layer, .*several residual streams",
-    "gemma4": "heads that differ by layer, .*inputs of each layer",
-    "gemma4, keys as values": "heads that differ by layer",
-    "gemma4, experts": "experts beside an MLP",
-    "mimo_v2": "heads that differ by layer",
-    "minimax": "lightning attention, norms that replace the residual stream",
-    "xlstm": "matrix memories",
-    "zamba2": "blocks that layers share",
+SPARSE = "attention to tokens that an indexer chooses"
+NOT_ON_DEVICES = {
+    "cuda": {
+        **dict.fromkeys(SPARSE_CASES, SPARSE),
+        "longcat_flash": "experts that return what they get",
+        "xlstm": "matrix memories",
+        "zaya": "attention behind convolutions, factors on the residual stream, routers behind an MLP",
+    },
+    "tpu": {
+        **dict.fromkeys(SPARSE_CASES, SPARSE),
+        "axk2": f"{SPARSE}, gates on the results of norms",
+        "llama4": "layers that see a chunk, shares that multiply what experts get",
+        "gemma3n": "heads that differ by layer, .*several residual streams",
+        "gemma4": "heads that differ by layer, .*inputs of each layer",
+        "gemma4, keys as values": "heads that differ by layer",
+        "gemma4, experts": "experts beside an MLP",
+        "longcat_flash": "experts that return what they get, experts whose result is added a layer later",
+        "mimo_v2": "heads that differ by layer",
+        "minimax": "lightning attention, norms that replace the residual stream",
+        "recurrent_gemma": "real-gated linear recurrent units",
+        "xlstm": "matrix memories",
+        "zamba": "blocks that layers share",
+        "zamba2": "blocks that layers share",
+        "zaya": "attention behind convolutions, factors on the residual stream, routers behind an MLP",
+    },
 }
-"""Cases with layers that TPUs do not compute, and what the refusal names."""
-ON_TPUS = [name for name in CASES if name not in NOT_ON_TPUS and name not in NOT_GENERATED]
+"""Cases with layers that a device does not compute, and what the refusal names."""
+ON_TPUS = [name for name in CASES if name not in NOT_ON_DEVICES["tpu"] and name not in NOT_GENERATED]
 
 
-@pytest.mark.parametrize("name", ON_TPUS)
-def test_tpus_compute_every_variant_of_these_families(name: str) -> None:
-    check_variants(load_model_config(folder_of(name)), "tpu")
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "xlstm"])
-def test_a_gpu_computes_every_kind_of_layer(name: str) -> None:
-    check_variants(load_model_config(folder_of(name)), "cuda")
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "device"),
-    [
-        ("xlstm", "matrix memories", "cuda"),
-        *((name, words, "tpu") for name, words in NOT_ON_TPUS.items()),
-    ],
-)
-def test_devices_refuse_what_they_do_not_compute(name: str, words: str, device: str) -> None:
-    config = load_model_config(folder_of(name))
+@pytest.mark.parametrize("device", NOT_ON_DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_devices_compute_every_layer_or_say_what_they_do_not(name: str, device: str) -> None:
+    config, words = load_model_config(folder_of(name)), NOT_ON_DEVICES[device].get(name)
+    if words is None:
+        check_variants(config, device)
+        return
     with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)
 
@@ -497,6 +517,34 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
     words = "device tpu does not compute norms after attention and MLP, norms over all heads together, which Olmo2For"
     with pytest.raises(ModelError, match=words):
         check_variants(config, "tpu")
+
+
+def test_exact_refuses_what_torch_computes() -> None:
+    folder, words = folder_of("glm_moe_dsa"), "attention to tokens that an indexer chooses of this GlmMoeDsa"
+    options = ModelOptions(model=str(folder), exact=True, weights="int8")
+    with pytest.raises(ModelError, match=f"torch computes {words}"):
+        check_exact(options, "cpu", load_model_config(folder))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_rounded_cache_is_refused_where_latents_and_an_indexers_key_would_share_a_scale(dtype: str) -> None:
+    folder = folder_of("deepseek_v32")
+    options = ModelOptions(model=str(folder), kv_cache_dtype=dtype)
+    with pytest.raises(ModelError, match=f"kv_cache_dtype {dtype} is not for DeepseekV32ForCausalLM"):
+        check_kv_cache(options, "cpu", load_model_config(folder))
+
+
+def test_a_router_without_a_stored_bias_is_that_of_zeros(tmp_path: pathlib.Path) -> None:
+    """As published files of A.X K1 are."""
+    bias = "e_score_correction_bias"
+    zeros = rewritten(
+        folder_of("axk1"), tmp_path / "zeros", lambda name, each: {name: each * 0 if name.endswith(bias) else each}
+    )
+    without = rewritten(
+        folder_of("axk1"), tmp_path / "without", lambda name, each: {} if name.endswith(bias) else {name: each}
+    )
+    tokens = random_tokens(NUM_TOKENS)
+    assert torch.equal(logits_of(without, tokens), logits_of(zeros, tokens))
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

@@ -19,7 +19,8 @@ from manta.workers.decoders.decoder import Decoder
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError
 from manta.workers.platforms import choose_platform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint, make_checkpoint
 
 LLAMA: dict[str, Any] = {

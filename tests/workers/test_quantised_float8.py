@@ -28,7 +28,8 @@ from manta.workers.models.model_config import WeightFormat
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.platforms.cuda import CudaPlatform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint, on_one_thread, reference_model
 from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
 from tests.workers.kernels.test_triton_launches import Launches

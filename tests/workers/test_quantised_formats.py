@@ -18,7 +18,8 @@ from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
 from manta.workers.kernels.weights import Linear, LinearWeight
 from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_dense_linear, make_linear
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.pairs import in_turns
 from tests.quantised_checkpoints import (

@@ -19,7 +19,8 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.weights import Linear, LinearWeight
 from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_dense_linear
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.quantised_checkpoints import compressed, compressed_config, quantised_pair, scheme
 from tests.workers.cpu_forms import TORCH, in_form

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms.cpu import CpuPlatform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import dequantized, write_gguf
 from tests.pairs import in_turns
@@ -45,21 +48,30 @@ SPLIT = {
 }
 
 
-def logits_of_ranks(folder: pathlib.Path, num_ranks: int, weights: str = "dense", exact: bool = False) -> torch.Tensor:
-    config = load_model_config(folder)
+def logits_of_ranks(
+    folder: pathlib.Path, num_ranks: int, weights: str = "dense", exact: bool = False, **options: Any
+) -> torch.Tensor:
+    return logits_of_shares([folder] * num_ranks, weights, exact, **options)
+
+
+def logits_of_shares(
+    folders: Sequence[pathlib.Path], weights: str = "dense", exact: bool = False, **options: Any
+) -> torch.Tensor:
+    """Of ranks that each read a folder of their own. `options` are those of `load_model`."""
 
     def run(group: ThreadGroup) -> torch.Tensor:
         try:
-            platform = CpuPlatform(1, exact)
-            model = load_model(folder, config, "float32", platform, group=group, weights=weights, exact=exact)
+            folder, platform = folders[group.rank], CpuPlatform(1, exact)
+            options_of_rank = {**options, "group": group, "weights": weights, "exact": exact}
+            model = load_model(folder, load_model_config(folder), "float32", platform, **options_of_rank)
             assert isinstance(model, Decoder)
             return logits_of(folder, model)
         except Exception:
             group.abort()
             raise
 
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return next(iter(pool.map(run, ThreadGroup.of(num_ranks))))
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return next(iter(pool.map(run, ThreadGroup.of(len(folders)))))
 
 
 def logits_alone(folder: pathlib.Path, weights: str = "dense", exact: bool = False) -> torch.Tensor:
@@ -122,6 +134,10 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "llama4": {"intermediate_size_mlp": 96},
     "xlstm": {},
     "zamba2": {},
+    "bailing_hybrid": {},
+    "lara_mini": {"shared_expert_intermediate_size": 64},
+    "lfm3": {},
+    "recurrent_gemma": {"intermediate_size": 128},
 }
 
 

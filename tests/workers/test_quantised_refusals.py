@@ -21,7 +21,7 @@ from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import ConfigError
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 from tests.quantised_checkpoints import AWQ_CONFIG, Stored, awq, gptq, gptq_config, of_layers, quantised_pair

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import reference_logits
 from tests.workers.test_layer_kinds import NUM_TOKENS, folder_of, logits_of, rewritten
 from tests.workers.test_models import random_tokens
@@ -62,6 +62,52 @@ WITHOUT_PARTS: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
         "slope_rate": lambda slopes: slopes + 5,
         "output_gate.weight": torch.zeros_like,
         "self_attn.norm.weight": torch.ones_like,
+    },
+    "bailing_hybrid": {
+        "A_log": lambda rates: rates + 5,
+        "dt_bias": torch.zeros_like,
+        "f_proj.weight": torch.zeros_like,
+        "g_proj.weight": torch.zeros_like,
+        "expert_bias": lambda bias: bias + torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 3.0]),
+    },
+    "lfm3": {
+        "conv.conv.weight": lambda kernel: kernel * torch.tensor([0.0, 0, 0, 0, 1]),
+        "gate_proj.weight": torch.zeros_like,
+        "post_operator_norm.weight": torch.ones_like,
+        "post_ffn_norm.weight": torch.ones_like,
+    },
+    "lara_mini": {"A_log": lambda rates: rates + 5, "out_norm.weight": torch.ones_like},
+    "recurrent_gemma": {
+        "conv_1d.weight": lambda kernel: kernel * torch.tensor([0.0, 0, 0, 1]),
+        "conv_1d.bias": torch.zeros_like,
+        "recurrent_param": lambda parameter: parameter + 5,
+        "input_gate_weight": torch.zeros_like,
+        "input_gate_bias": torch.zeros_like,
+        "recurrent_gate_weight": torch.zeros_like,
+        "recurrent_gate_bias": torch.zeros_like,
+        "linear_y.bias": torch.zeros_like,
+    },
+    "zamba": {
+        "A_log": lambda rates: rates + 5,
+        "mamba.D": torch.zeros_like,
+        "x_proj_weight": lambda weight: weight.flip(0),
+        "dt_proj_weight": lambda weight: weight.flip(0),
+        "dt_proj_bias": lambda bias: bias.flip(0) + 1,
+        "shared_transf.feed_forward.gate_proj.weight": torch.zeros_like,
+        "layers.3.linear.weight": torch.zeros_like,
+    },
+    "zaya": {
+        "conv_qk_depthwise.weight": lambda kernel: kernel * torch.tensor([0.0, 1]),
+        "conv_qk_depthwise.bias": torch.zeros_like,
+        "conv_qk_grouped.weight": lambda weight: weight * torch.tensor([0.0, 1, 1]),
+        "v_proj_delayed.weight": torch.zeros_like,
+        "qk_norm.temp": torch.ones_like,
+        "router_states_scale": torch.zeros_like,
+        "router_mlp.fc1.weight": torch.zeros_like,
+        "balancing_biases": torch.zeros_like,
+        "post_attention_residual_scale.residual_bias": torch.zeros_like,
+        "post_mlp_residual_scale.hidden_states_scale": torch.ones_like,
+        "model.input_hidden_states_bias": torch.zeros_like,
     },
     "nemotron_h": {"A_log": lambda rates: rates + 5, "mixer.norm.weight": torch.ones_like},
 }

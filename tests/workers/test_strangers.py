@@ -25,7 +25,7 @@ from manta.cluster.text.tokenizer_trial import TokenizerTrial, try_tokenizer
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 

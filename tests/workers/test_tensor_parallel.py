@@ -6,14 +6,17 @@ rank ever disagreed.
 
 from __future__ import annotations
 
+import json
+import pathlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
@@ -23,7 +26,7 @@ from manta.workers.kernels import build, cpu_linear
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import Split, WeightPart
+from manta.workers.models.weight_specs import Split, WeightPart
 from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config, split_outputs
 from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
@@ -170,7 +173,11 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma3n", "lfm2"]
+    "kind",
+    [
+        *("gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma3n", "lfm2"),
+        *(pytest.param(kind, marks=pytest.mark.prove) for kind in ("glm_moe_dsa", "longcat_flash", "axk1")),
+    ],
 )
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
@@ -194,6 +201,10 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
                 "mamba2",
                 "lfm2",
                 "olmo_hybrid",
+                "bailing_hybrid",
+                "lara_mini",
+                "lfm3",
+                "recurrent_gemma",
                 "gemma4",
                 "gemma4, experts",
             )
@@ -202,6 +213,21 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
 )
 def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixtral", {}),
+        pytest.param("glm4_moe", {"overlap": "on"}, marks=pytest.mark.prove),
+        pytest.param("deepseek_v3", drafting("mtp"), marks=pytest.mark.prove),
+        pytest.param("gpt_oss", drafting("ngram"), marks=pytest.mark.prove),
+    ],
+)
+def test_four_ranks_divide_experts(four: RankProcesses, kind: str, options: dict[str, Any]) -> None:
+    """`test_expert_parallel.py` compares the logits of each family."""
+    folder = str(folder_with_head(kind) if "mtp" in str(options) else folder_of(kind))
+    assert_same(four, ALL_GREEDY, folder, expert_parallel=True, **options)
 
 
 def test_four_ranks_share_key_heads_under_one_norm(four: RankProcesses) -> None:
@@ -229,7 +255,24 @@ def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str)
 def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: str) -> None:
     adapters = adapters_of(checkpoint(family))
     adapters.add("ranks", 3, r=6)
+    assert_same_adapted(two, str(checkpoint(family)), adapters.folders["ranks"])
 
+
+@pytest.mark.prove
+def test_ranks_that_divide_experts_split_adapters_of_shared_experts(two: RankProcesses, tmp_path: pathlib.Path) -> None:
+    folder, halves = folder_of("qwen3_next"), {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith(("shared_expert.up_proj.weight", "shared_expert.down_proj.weight", "o_proj.weight")):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            halves[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1])
+            halves[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4)
+    save_file(halves, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj", "down_proj", "o_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert_same_adapted(two, str(folder), str(tmp_path), expert_parallel=True)
+
+
+def assert_same_adapted(ranks: RankProcesses, folder: str, adapter: str, **options: Any) -> None:
     def ask(llm: LLM) -> Any:
         names = ["ranks", "", "ranks"]
         return [
@@ -237,7 +280,7 @@ def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: 
             for answer in llm.generate(prompts()[:3], greedy(), use_tqdm=False, adapter=names)
         ]
 
-    assert_same(two, ask, str(checkpoint(family)), adapters={"ranks": adapters.folders["ranks"]})
+    assert_same(ranks, ask, folder, adapters={"ranks": adapter}, **options)
 
 
 def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:
@@ -307,11 +350,12 @@ EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True,
 """A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""
 
 
-def bits(folder: str, **options: Any) -> Any:
-    """Every token and log-probability of an exact engine, to the last bit."""
+def bits(folder: str, names: Sequence[str] | None = None, **options: Any) -> Any:
+    """Every token and log-probability of an exact engine, to the last bit. `names` are the requests' adapters."""
     defaults = {"dtype": "bfloat16", "exact": True, "num_threads": 1, "kv_cache_bytes": 8 << 20}
     llm = LLM(folder, **(defaults | options))
-    outputs = llm.generate(prompts(), [greedy(logprobs=3), *SAMPLED[:5]], use_tqdm=False)
+    params, adapter = [greedy(logprobs=3), *SAMPLED[:5]], [""] * 6 if names is None else list(names)
+    outputs = llm.generate(prompts(), params, use_tqdm=False, adapter=adapter)
     choices = [choice for output in outputs for choice in output.outputs]
     assert all(choice.error is None for choice in choices)
     return [
@@ -342,6 +386,28 @@ def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
     expected = bits(folder, weights="int8")
     with in_forms(two, COMPILED[::-1]), over_ranks(two):
         assert bits(folder, weights="int8") == expected
+
+
+@needs_kernels
+@pytest.mark.prove
+def test_exact_ranks_split_adapters(four: RankProcesses) -> None:
+    adapters = adapters_of(checkpoint("llama", **EXACT_SIZES))
+    adapters.add("ranks", 3, r=6)
+    names, options = ["ranks", "", "ranks"] * 2, {"weights": "int8", "adapters": dict(adapters.folders)}
+    expected = bits(str(adapters.base), names, **options)
+    assert expected != bits(str(adapters.base), **options)
+    with in_forms(four, COMPILED[::-1]), over_ranks(four):
+        assert bits(str(adapters.base), names, **options) == expected
+
+
+@needs_kernels
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["jamba", "kimi_linear", "gpt_oss"])
+def test_exact_ranks_divide_experts(two: RankProcesses, kind: str) -> None:
+    folder = str(folder_of(kind))
+    expected = bits(folder, weights="int8")
+    with in_forms(two, COMPILED[::-1]), over_ranks(two):
+        assert bits(folder, weights="int8", expert_parallel=True) == expected
 
 
 @needs_kernels
@@ -479,6 +545,14 @@ def test_unsplittable_sizes_are_refused_early(sizes: dict[str, int], num_ranks: 
     folder = checkpoint("llama", **sizes)
     with pytest.raises(ModelError, match=words):
         make_worker(str(folder), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("zamba", "the 2 heads of Mamba"), ("zaya", "the convolutions of queries and keys")]
+)
+def test_mixers_that_are_not_split_are_refused(kind: str, words: str) -> None:
+    with pytest.raises(ModelError, match=rf"2 ranks cannot split {words} of this {kind.title()}.* to one of 1$"):
+        make_worker(str(folder_of(kind)), 2)
 
 
 @pytest.mark.parametrize(("family", "name"), [("gpt_neox", "GPTNeoX"), ("falcon", "Falcon"), ("bloom", "Bloom")])

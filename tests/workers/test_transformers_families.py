@@ -1,4 +1,6 @@
-"""Windows of models that transformers runs: they are those of its masks. `tests/families/` tries every family."""
+"""Models that transformers runs: their windows are those of its masks, and attention and positions that are code of
+their own are replaced. `tests/families/` tries every family.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,31 @@ def greedy(folder: pathlib.Path, prompt: list[int]) -> list[int]:
     return output
 
 
+REPLACED = (
+    "diffllama roformer gpt_neox_japanese megatron-bert doge openai-gpt rembert bart mbart pegasus marian blenderbot "
+    "blenderbot-small plbart mvp bigbird_pegasus whisper trocr big_bird git hrm_text dory moshi mllama_text_model"
+)
+"""Families whose attention or positions are replaced, or which attend more or less often than once in each layer."""
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", REPLACED.split())
+def test_sequences_side_by_side_get_the_tokens_that_transformers_generates_for_each(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    with on_one_thread():
+        make_model(name, tiny_config(name), tmp_path)
+        cache = Cache(tmp_path)
+    prompts, outputs = [random_tokens(PROMPT), random_tokens(17, seed=1)], [[], []]  # type: ignore[var-annotated]
+    cache.run((1, prompts[1][:9]))
+    pieces = {0: prompts[0], 1: prompts[1][9:]}
+    for _ in range(OUTPUT):
+        for sequence, logits in enumerate(cache.run(*pieces.items())):
+            outputs[sequence].append(int(logits[-1].argmax()))
+        pieces = {sequence: output[-1:] for sequence, output in enumerate(outputs)}
+    assert outputs == [reference_greedy(tmp_path, prompt, OUTPUT) for prompt in prompts]
+
+
 def test_a_window_that_no_layer_has_is_none(tmp_path: pathlib.Path) -> None:
     """Checkpoints keep a `sliding_window` although all their layers see everything."""
     config = tiny_config("ministral")
@@ -57,7 +84,7 @@ def test_a_window_is_that_of_the_mask(name: str, tmp_path: pathlib.Path) -> None
         make_model(name, tiny_config(name), tmp_path)
         model = Cache(tmp_path).model
     assert isinstance(model, TransformersModel)
-    windows = [model.window_of(layer, None) for layer in range(4)]
+    windows = model.sliding_windows
     assert sorted(windows, key=str) == sorted([WINDOW] * 4 if name == "phimoe" else [WINDOW, None] * 2, key=str)
 
 

@@ -25,8 +25,8 @@ from manta.workers.models.families import FAMILIES
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.text_families import TEXT_FAMILIES
-from manta.workers.models.wrappers import WRAPPERS, text_decoder
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.models.wrappers import DECODERS, WRAPPERS, text_decoder
+from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import checkpoint
 from tests.workers.test_layer_kinds import CASES, changed, folder_of, logits_of, rewritten
 from tests.workers.test_models import random_tokens
@@ -78,7 +78,7 @@ def test_no_wrapper_of_a_native_text_decoder_is_left_out() -> None:
 
 def test_every_native_family_is_a_text_decoder() -> None:
     types = {name for name, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each in FAMILIES}
-    unlike = {"exaone", "sarvam_mla", "sarvam_moe"}  # names of their own for tensors
+    unlike = {"exaone", "sarvam_mla", "sarvam_moe"}  # names of their own for tensors or keys
     wrappers = {"llama4", "qwen3_5", "qwen3_5_moe"}
     assert types - unlike - wrappers - set(TEXT_FAMILIES) == set()
 
@@ -96,6 +96,14 @@ def test_a_key_that_is_missing_has_the_value_of_transformers(model_type: str) ->
 def read(architecture: str, values: dict[str, Any]) -> ModelConfig:
     raw = RawConfig(values | {"architectures": [architecture]}, "config.json")
     return FAMILIES[architecture].read_config(raw)
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_a_decoder_under_another_name_is_of_its_native_family(architecture: str, tmp_path: pathlib.Path) -> None:
+    CONFIG_MAPPING[DECODERS[architecture]](architectures=[architecture]).save_pretrained(tmp_path)
+    config = load_model_config(tmp_path)
+    assert config.native
+    assert config.architecture == TEXT_FAMILIES[DECODERS[architecture]].architecture
 
 
 class Form(NamedTuple):

@@ -27,7 +27,7 @@ from manta.workers.kernels.adapted_linear import (
 from manta.workers.kernels.weights import Linear
 from manta.workers.model_info import AdapterInfo
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.specs import LinearSpec, Split, WeightPart
+from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 from manta.workers.ranks.rank_worker import ReadAdapter
 
 _EXPERTS = "experts"
@@ -106,7 +106,7 @@ class AdapterBank:
         fitted = self.read_named(name, path)
         if not self.hold(fitted):
             raise ModelError(
-                f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self._max_bytes - self._num_bytes} of "
+                f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self.num_bytes_left} of "
                 f"max_adapter_bytes {self._max_bytes} are left for at most {MOST_ADAPTERS} adapters; raise it, or name "
                 "fewer adapters"
             )
@@ -153,6 +153,11 @@ class AdapterBank:
         self._held[adapter.digest] = _Held(number, adapter.num_bytes)
         self._num_bytes += adapter.num_bytes
         return True
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Bytes that more adapters may take."""
+        return self._max_bytes - self._num_bytes
 
     def drop(self, digest: str) -> None:
         """Forgets an adapter that no sequence of the next steps has; harmless if it is not held."""

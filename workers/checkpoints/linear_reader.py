@@ -24,7 +24,7 @@ from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
-from manta.workers.models.specs import LinearSpec, Split, TensorSpec, WeightPart
+from manta.workers.models.weight_specs import LinearSpec, Split, TensorSpec, WeightPart
 
 READERS: dict[str, Reader] = {
     "int": read_int,

@@ -32,7 +32,7 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import LinearSpec
+from manta.workers.models.weight_specs import LinearSpec
 from manta.workers.step import NUM_FIXED_STATES
 
 WEIGHTS_MULTIPLE = 4
@@ -300,6 +300,8 @@ _TEXT_NAMES = {
     "language_model.model.": "model.",
     "language_model.backbone.": "backbone.",
     "language_model.lm_head.": "lm_head.",
+    "text_model.model.": "model.",
+    "text_model.lm_head.": "lm_head.",
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
     "model.language_model.": "model.",

@@ -17,12 +17,12 @@ from manta.workers.checkpoints.gguf_parts import models_in
 from manta.workers.checkpoints.stored_files import MOST_JSON_BYTES, find_file, read_json
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.models.dense import MOST_LAYERS
-from manta.workers.models.families import FAMILIES, OTHER_MODEL_TYPES
+from manta.workers.models.families import FAMILIES, OTHER_MODEL_TYPES, OTHER_NAMES
 from manta.workers.models.harmless_keys import HARMLESS_KEYS, HARMLESS_QUANTIZATION_KEYS
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig, RawValue
-from manta.workers.models.wrappers import TEXT_PATHS, text_decoder
+from manta.workers.models.wrappers import TEXT_PATHS, bare_decoder, text_decoder
 from manta.workers.sampling_params import BOUNDS
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
@@ -122,11 +122,15 @@ def _read_decoder(
     from in the latter case.
     """
     if (wrapped := text_decoder(raw)) is not None:
-        family, text = wrapped
-        config = FAMILIES[family].read_config(text)
-        return msgspec.structs.replace(config, architecture=family, wrapper=architecture), text
-    if architecture in FAMILIES and raw.values.get("model_type") not in OTHER_MODEL_TYPES:
-        return (FAMILIES[architecture].read_config(raw),)
+        of_text, text = wrapped
+        config = FAMILIES[of_text].read_config(text)
+        return msgspec.structs.replace(config, architecture=of_text, wrapper=architecture), text
+    if (decoder := bare_decoder(raw)) is not None:
+        of_decoder, completed = decoder
+        return (msgspec.structs.replace(FAMILIES[of_decoder].read_config(completed), architecture=of_decoder),)
+    family = OTHER_NAMES.get(architecture, architecture)
+    if family in FAMILIES and raw.values.get("model_type") not in OTHER_MODEL_TYPES:
+        return (msgspec.structs.replace(FAMILIES[family].read_config(raw), architecture=family),)
     return _transformers_config(folder, architecture, raw)
 
 

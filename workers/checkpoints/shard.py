@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.specs import Split, WeightPart
+from manta.workers.models.weight_specs import Split, WeightPart
 
 
 class Shard:

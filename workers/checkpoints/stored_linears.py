@@ -12,7 +12,8 @@ from typing import NamedTuple
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import GGUF, LinearReader
 from manta.workers.models.model_config import WeightFormat
-from manta.workers.models.specs import DecoderSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec
+from manta.workers.models.weight_specs import WeightPart
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.(.+)$")
 

@@ -12,7 +12,7 @@ import mmap
 import pathlib
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
@@ -167,14 +167,19 @@ class TensorFiles:
                 _advise(mapped, "MADV_DONTNEED", start, length)
         self._unreleased.clear()
 
-    def check_all_used(self, but: Iterable[str] = (), below: tuple[str, ...] = ()) -> None:
+    def check_all_used(
+        self, but: Iterable[str] = (), below: tuple[str, ...] = (), of_modules: Container[str] = ()
+    ) -> None:
         """Raises `ModelError` naming tensors that were never read, because the model would silently run without
-        them. `but` are names, and `below` beginnings of names, of tensors that need not be read.
+        them. `but` are names, and `below` beginnings of names, of tensors that need not be read, and `of_modules` the
+        names without their last part.
         """
         left = [
             name
             for name in self._entries.keys() - self._taken - set(but)
-            if not name.endswith(_IGNORED_SUFFIXES) and not name.startswith((*DRAFT_PREFIXES, *below))
+            if not name.endswith(_IGNORED_SUFFIXES)
+            and not name.startswith((*DRAFT_PREFIXES, *below))
+            and name.rpartition(".")[0] not in of_modules
         ]
         if left:
             shown = ", ".join(sorted(left)[:5])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -22,15 +23,35 @@ from manta.workers.models.dense import MOST_LAYERS, read_dtype
 from manta.workers.models.model_config import ModelConfig, RopeConfig
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig
 
+# transformers maps Mllama's whole configuration to this class, which takes that of its text.
+transformers.AutoModelForCausalLM.register(transformers.MllamaTextConfig, transformers.MllamaForCausalLM, exist_ok=True)
+
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
 """Rope types whose angles depend on the position alone. `dynamic` and `longrope` also depend on the longest sequence of
 the batch.
 """
-OWN_ATTENTION = {"falcon", "bloom", "mpt", "gpt_neo", "xglm"}
+OWN_ATTENTION = {
+    "big_bird",
+    "bloom",
+    "doge",
+    "falcon",
+    "git",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "megatron-bert",
+    "mpt",
+    "mvp",
+    "openai-gpt",
+    "rembert",
+    "roformer",
+    "trocr",
+    "xglm",
+    "xlm",
+}
 """Model types with attention code of their own, which `workers/decoders/own_attention.py` replaces."""
-ALIBI_COLUMNS = 3
-"""Number of columns that ALiBi adds to a cached key: the bias in three parts that bfloat16 holds exactly."""
+BIAS_COLUMNS = 3
+"""Number of columns that a bias adds to a cached key: three parts that bfloat16 holds exactly."""
 _HEAD_DIM_MULTIPLE = 16
 """A key with added columns is padded to a multiple of this width, which the attention kernels need."""
 _BLOOM_POSITIONS = 2048
@@ -47,13 +68,26 @@ _POSITIONS_AFTER_PADDING = {
     "xmod",
 }
 """Model types whose first token has the position after the id of the padding token, as in fairseq."""
+_CALLS: dict[str, Callable[[Any], int]] = {
+    "diffllama": lambda config: 2 * config.num_hidden_layers,
+    "dory": lambda config: config.num_hidden_layers + (config.n_recurrent_loops - 1) * config.n_recurrent_layers,
+    "hrm_text": lambda config: config.num_hidden_layers,  # which counts a layer once for each time that it runs
+    "mllama_text_model": lambda config: len({*range(config.num_hidden_layers)} - {*config.cross_attention_layers}),
+}
+"""How often a token attends in families in which this is not once in each layer, by their configurations: DiffLlama's
+layers attend twice, those of Dory and HRM run several times, and Mllama leaves those out that attend to pictures.
+"""
+_ENCODERS_UNLESS_TOLD = {"big_bird", "megatron-bert", "rembert", "roformer"}
+"""Model types whose tokens attend to later ones unless `is_decoder` is true. The mask shows it of further ones, which
+are refused when they are loaded.
+"""
+_RECURRENT = "it keeps a recurrent state, and only attention keys and values are cached"
 _OTHER_ATTENTION = {
-    "diffllama": "each of its layers attends twice (differential attention)",
-    "doge": "it makes attention masks of its own",
-    "dory": "its layers attend several times",
-    "git": "its tokens attend to those of a picture",
-    "hrm_text": "its layers run several times",
-    "moshi": "transformers' cache forgets positions that its mask shows",
+    "cpmant": "the tokens of its prompts attend to later ones",
+    "prophetnet": "it predicts several tokens at a time, each by a stream of attention of its own",
+    "reformer": "it attends to tokens that hashes of their keys choose",
+    "rwkv": _RECURRENT,
+    "xlnet": "its tokens attend to later ones, and a second stream of attention predicts",
 }
 """Reasons why model types cannot run over the paged cache that their configurations do not show. The probe after
 loading finds others.
@@ -81,6 +115,18 @@ _SHAPE = (
     "tie_word_embeddings",
 )
 """Attributes of a configuration that all layers must share, because the cache has one shape for all of them."""
+_OF_DECODERS = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_dim",
+}
+"""Names of attributes in configurations that also have an encoder's, such as Bart's: there the usual name is that of
+the encoder.
+"""
+_MOST_POSITIONS = {"doge": "keep_window_size", "moshi": "sliding_window"}
+"""Attributes with a number of positions beyond which attention differs from what is computed here. Doge then leaves out
+keys, and transformers' cache forgets some of those that Moshi's mask shows.
+"""
 
 
 def read_config(folder: pathlib.Path, model_type: str) -> Any:
@@ -128,12 +174,12 @@ def _why_no_decoder(config: Any, model_class: Any) -> str | None:
     differing = set(getattr(config, "per_layer_attributes", None) or ()) & set(_SHAPE)
     if differing:
         return f"layers that differ in their {' and '.join(sorted(differing))} are not implemented"
+    if reason := _OTHER_ATTENTION.get(config.model_type) or _unsupported_option(config):
+        return reason
     if config.model_type not in OWN_ATTENTION and not _has_replaceable_attention(model_class):
         return "transformers computes its attention in code of its own, which cannot be replaced by a paged one"
-    if config.model_type in _OTHER_ATTENTION:
-        return _OTHER_ATTENTION[config.model_type]
     if getattr(model_class, "_is_stateful", False):
-        return "it keeps a recurrent state, and only attention keys and values are cached"
+        return _RECURRENT
     if getattr(config, "index_topk", None):
         return "attention over the tokens that an indexer chooses (sparse attention) is not implemented"
     if getattr(config, "kv_lora_rank", None):
@@ -144,14 +190,34 @@ def _why_no_decoder(config: Any, model_class: Any) -> str | None:
     return _unsupported_alibi(config) or _unsupported_rope(getattr(config, "rope_parameters", None) or {})
 
 
+def _unsupported_option(config: Any) -> str | None:
+    """Returns why a family's attention cannot be replaced with the options of this configuration."""
+    if config.model_type in _ENCODERS_UNLESS_TOLD and not config.is_decoder:
+        return "its tokens attend to later ones unless is_decoder is true"
+    if config.model_type == "xlm" and not config.causal:
+        return "its tokens attend to later ones unless causal is true"
+    if config.model_type == "xlm" and config.asm:
+        return "asm, an adaptive softmax, is not implemented"
+    if config.model_type == "mvp" and config.use_prompt:
+        return "use_prompt, learned keys and values before those of the prompt, is not implemented"
+    if config.model_type == "trocr" and not config.use_learned_position_embeddings:
+        return "positions that padding shifts (use_learned_position_embeddings: false) are not implemented"
+    if config.model_type == "dory" and config.n_recurrent_loops > 1 and config.recurrent_kv_cache_mode == "last_loop":
+        return "with recurrent_kv_cache_mode 'last_loop' its tokens depend on how a prompt is cut into steps"
+    return None
+
+
 def model_config(config: Any, architecture: str, file: str) -> ModelConfig:
     """Returns the shape of a model. Fields that only native families use are neutral. Raises `ConfigError` naming the
     attribute that cannot be served, for which transformers' configuration has a name of its own in some families.
     """
-    raw = RawConfig({name: getattr(config, name, None) for name in _SHAPE} | {"dtype": _dtype(config)}, file)
+    values = {name: getattr(config, _OF_DECODERS.get(name, name), getattr(config, name, None)) for name in _SHAPE}
+    raw = RawConfig(values | {"dtype": _dtype(config)}, file)
     hidden_size = raw["hidden_size"].whole()
     num_heads = raw["num_attention_heads"].whole(most=hidden_size)
-    num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
+    raw["num_hidden_layers"].whole(most=MOST_LAYERS)
+    calls = RawConfig({"num_hidden_layers": num_attention_calls(config)}, file)
+    num_layers = calls["num_hidden_layers"].whole(most=MOST_LAYERS)
     cached = RawConfig({"num_key_value_heads": num_kv_heads(config), "head_dim": cached_head_dim(config)}, file)
     positions = RawConfig({"max_position_embeddings": longest_context(config)}, file)
     return ModelConfig(
@@ -163,7 +229,7 @@ def model_config(config: Any, architecture: str, file: str) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=cached["num_key_value_heads"].whole(),
         head_dim=cached["head_dim"].whole(),
-        has_alibi=uses_alibi(config),
+        has_key_bias=_has_key_bias(config),
         intermediate_size=raw["intermediate_size"].whole(4 * hidden_size),
         rms_norm_eps=0.0,
         rope=RopeConfig(),
@@ -175,8 +241,24 @@ def model_config(config: Any, architecture: str, file: str) -> ModelConfig:
     )
 
 
+def num_attention_calls(config: Any) -> int:
+    """Returns how often a token attends in a model: once in each layer, but for some families (`_CALLS`)."""
+    calls = _CALLS.get(config.model_type)
+    return getattr(config, layers_key(config)) if calls is None else calls(config)
+
+
+def layers_key(config: Any) -> str:
+    """Returns the name of the attribute that has the number of layers."""
+    name = _OF_DECODERS["num_hidden_layers"]
+    return name if hasattr(config, name) else "num_hidden_layers"
+
+
 def _num_trial_layers(config: Any) -> int:
-    """Returns the number of first layers among which is one of every type."""
+    """Returns the number of first layers among which is one of every type: all of them if they are run more or less
+    often than once.
+    """
+    if config.model_type in _CALLS:
+        return num_attention_calls(config)
     layer_types = getattr(config, "layer_types", None) or [None]
     return 1 + max(layer_types.index(each) for each in set(layer_types))
 
@@ -193,6 +275,8 @@ def _dtype(config: Any) -> str | None:
 
 def num_kv_heads(config: Any) -> int:
     """Returns the number of KV heads of a layer: one with `multi_query`, which Falcon's newer form overrides."""
+    if hasattr(config, _OF_DECODERS["num_attention_heads"]):
+        return _num_heads(config)
     if getattr(config, "new_decoder_architecture", False):
         return config.num_kv_heads
     if getattr(config, "multi_query", False):
@@ -202,17 +286,27 @@ def num_kv_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
+def _num_heads(config: Any) -> int:
+    name = "num_attention_heads"
+    return getattr(config, _OF_DECODERS[name], None) or getattr(config, name)
+
+
+def _has_key_bias(config: Any) -> bool:
+    """Returns whether a bias of each key enters the attention: of its position, or one that Doge computes."""
+    return uses_alibi(config) or config.model_type == "doge"
+
+
 def uses_alibi(config: Any) -> bool:
     """Returns whether positions enter as a bias of the attention (ALiBi; Press et al., 2022)."""
     return config.model_type in ("bloom", "mpt") or (config.model_type == "falcon" and config.alibi)
 
 
 def cached_head_dim(config: Any) -> int:
-    """Returns the width of a cached key and value: a head, with ALiBi also the columns of its bias."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not uses_alibi(config):
+    """Returns the width of a cached key and value: a head, and with a bias of each key also its columns."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // _num_heads(config)
+    if not _has_key_bias(config):
         return head_dim
-    return -(-(head_dim + ALIBI_COLUMNS) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+    return -(-(head_dim + BIAS_COLUMNS) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
 
 def longest_context(config: Any) -> int | None:
@@ -221,7 +315,11 @@ def longest_context(config: Any) -> int | None:
         return getattr(config, "seq_length", None) or _BLOOM_POSITIONS
     if config.model_type == "mpt":
         return config.max_seq_len
+    if config.model_type == "whisper":
+        return config.max_target_positions
     longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and config.model_type in _MOST_POSITIONS:
+        longest = min(longest, getattr(config, _MOST_POSITIONS[config.model_type]))
     return longest if longest is None else longest - first_position(config)
 
 

@@ -20,13 +20,16 @@ from manta.workers.decoders.alternating_updates import (
     sparse_gate,
     spread_streams,
 )
-from manta.workers.decoders.expert_routing import run_experts
+from manta.workers.decoders.convolved_attention import attend_convolved
+from manta.workers.decoders.expert_routing import routed_rows, run_experts
+from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
+from manta.workers.decoders.sparse_attention import TokenChoice
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import narrowed
 from manta.workers.kernels.linears import GatedLinear
@@ -39,13 +42,16 @@ from manta.workers.kernels.weights import (
     GatedMlpWeights,
     LatentAttentionWeights,
     MixerWeights,
+    NormGateWeights,
     RecurrentWeights,
+    ScalingWeights,
     ShortConvWeights,
     SideBySideWeights,
     max_mlp_rows,
 )
 from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import HeadShape, ModelConfig, QueryGrowth
+from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.platforms import Platform
 
 
@@ -110,6 +116,9 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
         embedded = self.weights.embedding(token_ids)
+        if self.weights.embedding_scaling is not None:
+            bias, scale = self.weights.embedding_scaling
+            return embedded.add_(bias).mul_(scale)
         return embedded if self._embedding_scale == 1 else embedded.mul_(self._embedding_scale)
 
     def forward_embedded(
@@ -162,6 +171,10 @@ class Decoder:
         if config.query_growth is not None:
             growth = query_growth(config.query_growth, metadata.positions, self._kernels)
         chunks: dict[int, AttentionMetadata] = {}
+        choice = None if config.indexer is None else TokenChoice()
+        shortcut: torch.Tensor | None = None
+        routed: torch.Tensor | None = None
+        router_rows: torch.Tensor | None = None
         for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
@@ -170,6 +183,8 @@ class Decoder:
             if config.windows_are_chunks and window is not None and place is not None:
                 group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
                 window = None
+            if layer.input_gate is not None:
+                normed = self._gated(layer.input_gate, normed)
             if layer.stream_factors is not None:
                 torch.mul(normed, layer.stream_factors[0], out=residual)
             if layer.block is not None:
@@ -180,22 +195,31 @@ class Decoder:
                 kv_cache = kv_cache[2:]
             if layer.mixer is not None:
                 growing = growth if grows else None
-                update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing)
+                update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing, choice)
                 update = self._norm(update, layer.mixer_output_norm)
             if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
             elif layer.mlp is not None:
                 if layer.mixer is not None:
-                    normed = self._add(update, residual, layer.mlp_norm)
+                    normed = self._add(update, residual, layer.mlp_norm, layer.mixer_scaling)
+                if layer.mlp_gate is not None:
+                    normed = self._gated(layer.mlp_gate, normed)
                 if layer.stream_factors is not None:
                     torch.mul(normed, layer.stream_factors[1], out=residual)
-                update = self._mlp(layer.mlp, normed, metadata)
+                if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.deep_router is not None:
+                    router, eps = layer.mlp.deep_router, config.rms_norm_eps
+                    routed, router_rows = routed_rows(router, normed, router_rows, eps, self._kernels)
+                update = self._mlp(layer.mlp, normed, metadata, routed)
+                if shortcut is not None:
+                    update, shortcut = update + shortcut, None
+                if layer.shortcut is not None:
+                    shortcut = self._mlp(layer.shortcut, normed, metadata)
                 if layer.beside is not None:
                     update = self._norm(update, layer.beside.mlp_norm)
                     update = update + self._experts_beside(layer.beside, residual, metadata)
                 update = self._norm(update, layer.mlp_output_norm)
             if layer.own_input is None and layer.scalar == 1:
-                normed = self._add(update, residual, next_norm)
+                normed = self._add(update, residual, next_norm, layer.mlp_scaling)
                 continue
             residual.add_(update)
             if layer.own_input is not None:
@@ -263,8 +287,22 @@ class Decoder:
         norm = self._kernels.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
         return norm(x, weight, self.config.rms_norm_eps)
 
-    def _add(self, update: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
+    def _gated(self, gate: NormGateWeights, normed: torch.Tensor) -> torch.Tensor:
+        """Returns a norm's result times its gate."""
+        gates = gate.up.forward(gate.down.forward(normed))
+        return (normed * self._kernels.recurrent.sigmoid(gates.float())).to(normed.dtype)
+
+    def _add(
+        self,
+        update: torch.Tensor,
+        residual: torch.Tensor,
+        next_norm: torch.Tensor | None,
+        scaling: ScalingWeights | None = None,
+    ) -> torch.Tensor:
         """Adds to the residual stream in place. Returns what the next part reads: its norm, or the stream itself."""
+        if scaling is not None:
+            residual.add_(scaling.stream_bias).mul_(scaling.stream_scale)
+            update = (update + scaling.update_bias) * scaling.update_scale
         if self.config.residual_scale != 1:
             update = update * self.config.residual_scale
         if next_norm is None or self.config.has_layer_norms:
@@ -281,13 +319,16 @@ class Decoder:
         heads: HeadShape,
         sliding_window: int | None,
         growth: torch.Tensor | None,
+        choice: TokenChoice | None,
     ) -> torch.Tensor:
         if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
-            return self._attend(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, growth)
+            return self._attend(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, growth, choice)
         if isinstance(mixer, SideBySideWeights):
             own = cache[:2]
             attended = self._attend(mixer.attention, normed, cos_sin, metadata, own, heads, sliding_window, growth)
             return attended + self._recur(mixer.recurrent, normed, metadata, cache[2:])
+        if isinstance(mixer, RecurrentWeights) and mixer.kind is RecurrentKind.CONVOLVED_ATTENTION:
+            return attend_convolved(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, self._kernels)
         return self._recur(mixer, normed, metadata, cache)
 
     def _recur(
@@ -313,14 +354,15 @@ class Decoder:
         heads: HeadShape,
         sliding_window: int | None,
         growth: torch.Tensor | None,
+        choice: TokenChoice | None = None,
     ) -> torch.Tensor:
         k_cache, v_cache = kv_cache
         eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
             assert self.config.latent is not None
             shape = self.config.latent
-            caches = k_cache, v_cache
-            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, self._kernels, growth)
+            caches, kernels = (k_cache, v_cache), self._kernels
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, kernels, growth, choice)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.value_dim is not None:
             qkv = _filled_up(qkv, heads, attention.value_dim)
@@ -343,8 +385,7 @@ class Decoder:
         if attention.value_dim is not None:
             attended = attended.unflatten(-1, (-1, heads.head_dim))[..., : attention.value_dim].flatten(1)
         if attention.gate is not None:
-            gates = self._kernels.recurrent.sigmoid(attention.gate.forward(normed, metadata).float())
-            attended = (attended * gates).to(attended.dtype)
+            attended = gated_heads(attended, attention.gate.forward(normed, metadata), self._kernels)
         return attention.output.forward(attended, metadata)
 
     def _experts_beside(
@@ -355,10 +396,14 @@ class Decoder:
         return self._norm(run_experts(beside.experts, normed, self._kernels, metadata, routed), beside.output_norm)
 
     def _mlp(
-        self, mlp: GatedMlpWeights | ExpertsWeights, normed: torch.Tensor, metadata: AttentionMetadata
+        self,
+        mlp: GatedMlpWeights | ExpertsWeights,
+        normed: torch.Tensor,
+        metadata: AttentionMetadata,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if isinstance(mlp, ExpertsWeights):
-            return run_experts(mlp, normed, self._kernels, metadata)
+            return run_experts(mlp, normed, self._kernels, metadata, routed)
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows or metadata.adapters is not None:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)

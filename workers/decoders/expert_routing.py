@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
-from manta.workers.kernels.weights import ExpertsWeights
+from manta.workers.kernels.weights import DeepRouterWeights, ExpertsWeights
+
+
+def routed_rows(
+    router: DeepRouterWeights, x: torch.Tensor, previous: torch.Tensor | None, eps: float, kernels: Kernels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what the last linear of a router behind an MLP reads, and what the router of the next layer gets, both
+    float32 [num_tokens, width]. `previous` is that of the layer before; None in the first layer.
+    """
+    rows = router.down.forward(x.float())
+    if router.previous_scale is not None:
+        assert previous is not None
+        rows = rows + previous * router.previous_scale
+    hidden = kernels.rms_norm(rows, router.norm, eps)
+    for linear in router.hidden:
+        gates = linear.forward(hidden)
+        hidden = kernels.gate("gelu", torch.cat((gates, torch.ones_like(gates)), dim=-1))
+    return hidden, rows
 
 
 def run_experts(
@@ -17,10 +36,13 @@ def run_experts(
     routed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x. The router
-    reads x, or `routed` of the same shape.
+    reads x, or `routed` [num_tokens, width].
     """
     logits = experts.router.forward((x if routed is None else routed).float())
     shares, chosen = kernels.route(logits, experts.choice_bias, experts.config, step)
+    if experts.config.may_skip:
+        is_skipped = chosen == experts.config.num_experts
+        shares, chosen = shares.masked_fill(is_skipped, 0), chosen.masked_fill(is_skipped, 0)
     if experts.share_scales is not None:
         shares = shares * experts.share_scales[chosen]
     total = experts.experts.forward(x, chosen, shares)
@@ -29,4 +51,8 @@ def run_experts(
         if experts.shared_gate is not None:
             result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float()))
         total += result
-    return experts.join(total.to(x.dtype))
+    joined = experts.join(total.to(x.dtype))
+    if not experts.config.num_identity:
+        return joined
+    kept = functools.reduce(torch.add, (shares * (chosen >= experts.config.num_computing)).split(1, dim=-1))
+    return joined + (x.float() * kept).to(x.dtype)

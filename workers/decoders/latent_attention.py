@@ -5,27 +5,29 @@ keys' one multiplies queries, and the values' one multiplies results. What remai
 one KV head, whose key is also its value, so every kernel of grouped-query attention computes it.
 
 A cached token is one head in the order in which the kernels rotate, dimension `i` with dimension `i + head_dim / 2`:
-half of the rotated key, half of the latent vector, then the other halves. The latent dimensions have a cosine of 1.
+half of the rotated key, half of the latent vector, half of an indexer's key if there is one, then the other halves. All
+but the rotated key have a cosine of 1. Queries are zero where the indexer's key is, so attention does not see it.
 """
 
 from __future__ import annotations
 
 import torch
 
+from manta.workers.decoders.head_gates import gated_heads
+from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, index_keys
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import LatentAttentionWeights
 from manta.workers.models.model_config import HeadShape, LatentShape
 
 
-def cached_layout(expansion: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
+def cached_layout(expansion: torch.Tensor, shape: LatentShape, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `LatentAttentionWeights.keys` and `.values` of the weight [num_heads * (plain_dim + value_dim), kv_rank],
-    which has the keys of all heads, then their values. Rows of the rotated dimensions are zeros.
+    which has the keys of all heads, then their values. Rows of dimensions that are not the latent vector's are zeros.
     """
     num_heads = len(expansion) // (shape.plain_dim + shape.value_dim)
-    half = shape.kv_rank // 2
-    zeros = expansion.new_zeros((len(expansion), shape.rope_dim // 2))
-    padded = torch.cat((zeros, expansion[:, :half], zeros, expansion[:, half:]), dim=-1)
+    padded = expansion.new_zeros((len(expansion), head_dim))
+    _latent_part(padded, shape).copy_(expansion.unflatten(-1, (2, -1)))
     keys, values = padded.split((num_heads * shape.plain_dim, num_heads * shape.value_dim))
     return keys.unflatten(0, (num_heads, -1)), values.unflatten(0, (num_heads, -1)).transpose(1, 2)
 
@@ -40,16 +42,24 @@ def attend_latent(
     shape: LatentShape,
     kernels: Kernels,
     growth: torch.Tensor | None = None,
+    choice: TokenChoice | None = None,
 ) -> torch.Tensor:
     """Returns the attention's result [num_tokens, hidden] of normed hidden states, and writes the tokens' latent
-    vectors and rotated keys to their KV slots. `growth` [num_tokens, 1] multiplies the queries.
+    vectors and rotated keys to their KV slots. `growth` [num_tokens, 1] multiplies the queries. A layer with an indexer
+    puts the tokens that it chooses into `choice`, which holds those of an earlier layer otherwise; None if attention
+    reads all.
     """
-    query_width = shape.query_rank or heads.num_heads * (shape.plain_dim + shape.rope_dim)
-    queries, cached = weights.inputs.forward(normed, metadata).split((query_width, heads.head_dim), dim=-1)
+    query_dim = shape.plain_dim + shape.rope_dim
+    query_width = shape.query_rank or heads.num_heads * query_dim
+    queries, cached = weights.inputs.forward(normed, metadata).split((query_width, shape.cached_dim), dim=-1)
     if weights.queries is not None:
         assert weights.query_norm is not None
-        queries = kernels.rms_norm(queries, weights.query_norm, shape.norm_eps)
-        queries = weights.queries.forward(queries, metadata)
+        query_latents = kernels.rms_norm(queries, weights.query_norm, shape.norm_eps)
+        read = torch.cat((query_latents, queries), dim=-1) if shape.has_gates else query_latents
+        queries = weights.queries.forward(read, metadata)
+    gates = None
+    if shape.has_gates:
+        queries, gates = queries.split((heads.num_heads * query_dim, heads.num_heads * shape.value_dim), dim=-1)
     latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
     latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
     plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
@@ -59,13 +69,30 @@ def attend_latent(
     _rotated_part(together[:, :-1], shape).copy_(rotated.unflatten(-1, (2, -1)))
     _rotated_part(together[:, -1], shape).copy_(key.unflatten(-1, (2, -1)))
     _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
+    indexer = weights.indexer
+    if indexer is not None:
+        keys = index_keys(indexer, normed, cos_sin, shape.rope_dim, metadata)
+        _index_part(together[:, -1], shape).copy_(keys.unflatten(-1, (2, -1)))
+    elif choice is not None:
+        _index_part(together[:, -1], shape).zero_()
     row = together.flatten(1)
     kernels.rope_and_cache(row, cos_sin, metadata, *kv_cache, heads)
     if growth is not None:
         row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
-    attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
-    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values)
-    return weights.output.forward(values.flatten(1), metadata)
+    if indexer is not None:
+        assert choice is not None
+        cached_keys = _index_part(kv_cache[0], shape)
+        choice.take(choose_tokens(indexer, normed, query_latents, cos_sin, shape.rope_dim, cached_keys, metadata))
+    if choice is None or choice.slots is None:
+        attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
+    else:
+        attended = attend_chosen(row, kv_cache[0], choice, metadata, heads, kernels)
+    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)
+    if gates is not None:
+        values = (values * kernels.recurrent.sigmoid(gates.float())).to(values.dtype)
+    if weights.gate is not None:
+        values = gated_heads(values, weights.gate.forward(normed, metadata), kernels)
+    return weights.output.forward(values, metadata)
 
 
 def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
@@ -75,4 +102,9 @@ def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
 
 def _latent_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
     """Returns the view [..., 2, kv_rank / 2] of the dimensions of latent vectors."""
-    return head.unflatten(-1, (2, -1))[..., shape.rope_dim // 2 :]
+    return head.unflatten(-1, (2, -1))[..., shape.rope_dim // 2 : shape.cached_dim // 2]
+
+
+def _index_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """Returns the view [..., 2, index head_dim / 2] of the dimensions of an indexer's key; there may be none."""
+    return head.unflatten(-1, (2, -1))[..., shape.cached_dim // 2 :]

@@ -41,17 +41,20 @@ LENGTHS = (
 Attributes of these names are shrunk for the probe.
 """
 _OBSERVED = "manta_observed"
-Windows = dict[int, int | None]
-"""The window of each layer in positions, the token's own included; None for all positions."""
+Windows = list[int | None]
+"""The windows of a token's attentions, in the order in which the model computes them, in positions, the token's own
+included; None for all positions.
+"""
 
 
 def observe_windows(model: Any, num_positions: int) -> Windows:
-    """Returns the window of each layer, up to contexts of `num_positions`. Computes a few tokens with the attention
-    left out, and leaves that attention set.
+    """Returns the windows up to contexts of `num_positions`. Computes a few tokens with the attention left out, and
+    leaves that attention set.
 
     Raises `ModelError` if a token sees anything else than the last positions.
     """
-    windows: Windows = {}
+    windows: Windows = []
+    refusals: list[ModelError] = []
 
     def attend(
         module: Any,
@@ -62,29 +65,39 @@ def observe_windows(model: Any, num_positions: int) -> Windows:
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        windows[module.layer_idx] = sliding_window if attention_mask is None else _window_of(attention_mask, module)
+        if attention_mask is None and not getattr(module, "is_causal", True):
+            raise ModelError(f"{type(module).__name__} attends otherwise than causally")
+        window = sliding_window if attention_mask is None else _window_of(attention_mask, module)
+        if window is not None and window < 0:
+            raise refusals[-window - 1]
+        windows.append(window)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
     def describe(*_: Any, mask_function: Callable[..., torch.Tensor], **named: Any) -> torch.Tensor:
-        return torch.full((1, 1, 1, 1), _read_window(mask_function, num_positions) or 0)
+        try:
+            return torch.full((1, 1, 1, 1), _read_window(mask_function, num_positions) or 0)
+        except ModelError as error:  # no matter if no layer reads this mask, as that of an encoder that is not there
+            refusals.append(error)
+            return torch.full((1, 1, 1, 1), -len(refusals))
 
     transformers.AttentionInterface.register(_OBSERVED, attend)
     transformers.AttentionMaskInterface.register(_OBSERVED, describe)
     model.set_attn_implementation(_OBSERVED)
     device = next(model.parameters()).device
     model(input_ids=torch.tensor([[1, 2, 3]], device=device), use_cache=False)
-    _check_cache(model.config, windows, num_positions)
     return windows
 
 
-def _check_cache(config: Any, windows: Windows, num_positions: int) -> None:
+def check_cache(config: Any, windows: Windows, num_positions: int) -> None:
     """Raises `ModelError` if transformers' own cache keeps fewer positions of a layer than its mask shows, because its
-    answers then depend on the cache.
+    answers then depend on the cache. A model whose layers attend less or more often than once is not checked.
     """
     layers: list[Any] = transformers.DynamicCache(config=config).layers
-    for layer, cached in enumerate(layers):
+    if len(layers) != len(windows):
+        return
+    for layer, (cached, window) in enumerate(zip(layers, windows, strict=True)):
         kept = cached.sliding_window if cached.is_sliding else num_positions
-        seen = windows.get(layer) or num_positions
+        seen = window or num_positions
         if min(kept, num_positions) < seen:
             raise ModelError(
                 f"transformers keeps {kept} positions of layer {layer} in its cache, and the layer's mask shows "
@@ -117,7 +130,7 @@ def _is_longer(value: Any) -> bool:
 
 
 def _window_of(mask: torch.Tensor, module: Any) -> int | None:
-    """Returns the window that `describe` wrote in place of a mask."""
+    """Returns what `describe` wrote in place of a mask: its window, or the negative number of a refusal."""
     if mask.shape != (1, 1, 1, 1) or mask.dtype != torch.int64:
         raise ModelError(f"{type(module).__name__} is not supported: it makes attention masks of its own")
     return int(mask) or None

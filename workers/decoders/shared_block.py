@@ -1,4 +1,4 @@
-"""Attention and an MLP before a layer's mixer, of the residual stream and the embedding (Zamba 2, Zyphra, 2024).
+"""Attention and an MLP before a layer's mixer, of the residual stream and the embedding (Zamba; Zyphra, 2024).
 
 Called by the decoder, which brings its attention and its MLP.
 """

@@ -23,7 +23,7 @@ def text_part(model: Any) -> tuple[Any, Any]:
     """
     text = text_config(model.config)
     if text is model.config:
-        return model, getattr(model, model.base_model_prefix)
+        return model, getattr(model, base_name(model))
     causal_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if causal_class is None:
         return model, model.get_decoder()
@@ -31,6 +31,12 @@ def text_part(model: Any) -> tuple[Any, Any]:
     if own is None:
         with torch.device("meta"):
             own = causal_class(text)
-        setattr(own, own.base_model_prefix, model.get_decoder())
+        setattr(own, base_name(own), model.get_decoder())
         own.set_output_embeddings(model.get_output_embeddings())
-    return own, getattr(own, own.base_model_prefix)
+    return own, getattr(own, base_name(own))
+
+
+def base_name(model: Any) -> str:
+    """Returns the name of the attribute that is the base of a model with a head. Mllama's class names another one."""
+    name = model.base_model_prefix
+    return name if hasattr(model, name) else "model"

@@ -2,9 +2,10 @@
 
 Registers an attention function with transformers that writes keys and values to the paged cache and attends over it.
 Every model whose attention can be replaced then runs in Manta's flat batches; `workers/decoders/own_attention.py`
-replaces that of families with code of their own. A model that cannot run so is refused, with its name and the reason:
-by its configuration (`workers/checkpoints/transformers_support.py`), or here by a probe at load. Imported only if such
-a model is asked for.
+replaces that of families with code of their own. The attentions of a token are numbered in the order in which the model
+computes them, and each has a cache of its own: mostly one for each layer, but some families' layers attend twice or run
+several times. A model that cannot run so is refused, with its name and the reason: by its configuration
+(`workers/checkpoints/transformers_support.py`), or here by a probe at load. Imported only if such a model is asked for.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import weight_files
-from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, first_position, text_config, uses_alibi
-from manta.workers.decoders.alibi import Alibi
-from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
+from manta.workers.checkpoints.transformers_support import (
+    OWN_ATTENTION,
+    first_position,
+    layers_key,
+    num_attention_calls,
+    text_config,
+    uses_alibi,
+)
+from manta.workers.decoders.key_bias import Alibi, with_key_bias
+from manta.workers.decoders.layer_windows import SHRUNK, Windows, check_cache, observe_windows, shrunk_lengths
 from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
-from manta.workers.decoders.text_part import text_part
+from manta.workers.decoders.own_positions import further_inputs, give_positions
+from manta.workers.decoders.text_part import base_name, text_part
 from manta.workers.kept_weights import KEPT_BITS, KeptBits
 from manta.workers.kernels import kv_cache
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -42,6 +51,8 @@ logger = logger_of(__name__)
 _COMPUTED_BUFFERS = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of the names of buffers that older checkpoints store and that transformers computes."""
 _ATTENTION_NAME = "manta_paged"
+_SET_TO_GENERATE = {"big_bird": {"attention_type": "original_full"}}
+"""Values of options that transformers changes itself before it generates, by `model_type`."""
 _REFUSED_ARGUMENTS = {"position_bias": "attention biases by position"}
 _PROBE_LENS = (SHRUNK * SHRUNK + 8, 11)
 """Tokens of the two sequences of a probe. The first is longer than everything that is shrunk for it."""
@@ -99,31 +110,32 @@ class TransformersModel:
         self._metadata: AttentionMetadata | None = None
         self._kv_caches: KVCaches = []
         self._num_attended = 0
-        self._windows: Windows = {}
-        """The sliding window of each layer; empty for families with attention code of their own."""
+        self._windows: Windows = []
+        """The sliding window of each attention; empty for families with attention code of their own."""
+        self._positions = torch.empty(0, dtype=torch.int64)
+        """The positions of the tokens of a step."""
         self._places = one_group(config.attends).layers
         causal_model, self._transformer = self._load(folder, dtype, platform, kept)
-        own = text_config(causal_model.config)
+        self._own = own = text_config(causal_model.config)
         self._has_own_attention = own.model_type in OWN_ATTENTION
         self._first_position = first_position(own)
         self._alibi = None
         if uses_alibi(own):
             bias = alibi_bias(causal_model, config.max_position_embeddings)
-            self._alibi = Alibi(bias, config.head_dim, dtype, platform.device)
-        windows = self._observe(causal_model)
+            self._alibi = Alibi(bias, config.head_dim, platform.device)
+        windows = self._observe(causal_model, checks_cache=True)
         # Own attention keeps its windows in tensors, so a probe of it is as long as they are.
         with contextlib.nullcontext() if self._has_own_attention else shrunk_lengths(causal_model):
             self._windows = self._observe(causal_model)
             probe = _probe_tokens(config, own)
             expected = self._own_logits(causal_model, probe)
-            prefix = causal_model.base_model_prefix
             self._final_hidden = _FinalHidden()
-            setattr(causal_model, prefix, self._final_hidden)
+            setattr(causal_model, base_name(causal_model), self._final_hidden)
             self._head = causal_model
             self._check(probe, expected, dtype)
         self._windows = windows
-        self.sliding_windows = tuple(windows.get(layer) for layer in range(config.num_layers))
-        """The window of each layer in positions, the token's own included; None for all."""
+        self.sliding_windows = tuple(windows) or (None,) * config.num_layers
+        """The window of each attention in positions, the token's own included; None for all."""
         self._places = group_layers(self.sliding_windows).layers
 
     def _load(
@@ -135,8 +147,10 @@ class TransformersModel:
         weight_files(pathlib.Path(folder))  # raises for an index that names files elsewhere, which transformers reads
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = text_config(config)
-        num_stored = text.num_hidden_layers
+        num_stored = num_attention_calls(text)
         _keep_first_layers(text, self.config.num_layers)
+        for name, value in _SET_TO_GENERATE.get(text.model_type, {}).items():
+            setattr(text, name, value)
         models = transformers.AutoModelForCausalLM if text is config else transformers.AutoModelForImageTextToText
         try:
             loaded: Any = models.from_pretrained(
@@ -145,8 +159,7 @@ class TransformersModel:
                 trust_remote_code=False,
                 use_safetensors=True,  # a pickle runs what its author likes
                 dtype=dtype,
-                # Falcon's own choice is not "eager", which adds its ALiBi twice.
-                attn_implementation=None if text.model_type in OWN_ATTENTION else _ATTENTION_NAME,
+                attn_implementation=_implementation(text),
                 output_loading_info=True,
             )
         except (
@@ -195,12 +208,16 @@ class TransformersModel:
         return names
 
     @torch.inference_mode()
-    def _observe(self, model: Any) -> Windows:
-        """Returns the windows of the model's layers at this moment."""
+    def _observe(self, model: Any, checks_cache: bool = False) -> Windows:
+        """Returns the windows of the model's attentions at this moment."""
         if self._has_own_attention:
-            return {}
+            return []
+        num_positions = self.config.max_position_embeddings
         try:
-            return observe_windows(model, self.config.max_position_embeddings)
+            windows = observe_windows(model, num_positions)
+            if checks_cache:
+                check_cache(model.config, windows, num_positions)
+            return windows
         except ModelError as error:
             raise ModelError(f"{self.config.architecture} is not supported: {error}") from error
         except Exception as error:  # model code may raise anything, and that is why the model cannot run
@@ -214,12 +231,13 @@ class TransformersModel:
         if not self._has_own_attention:
             model.set_attn_implementation("eager")
         probes = [self._platform.place(np.array([tokens])) for tokens in probe]
-        logits = [model(input_ids=token_ids, use_cache=False).logits[0] for token_ids in probes]
+        outputs = [model(input_ids=each, use_cache=False, **further_inputs(self._own, each)) for each in probes]
         if self._has_own_attention:
             replace_attention(model, self.attend)
         else:
             model.set_attn_implementation(_ATTENTION_NAME)
-        return logits
+        give_positions(model, lambda: self._positions)
+        return [output.logits[0] for output in outputs]
 
     def _check(self, probe: list[list[int]], expected: list[torch.Tensor], dtype: torch.dtype) -> None:
         """Compares the logits of a prefill and a decode step of two sequences with those that the model computes with
@@ -234,8 +252,8 @@ class TransformersModel:
             raise ModelError(f"{architecture} does not run over a paged cache: {error!r}") from error
         if self._num_attended != self.config.num_layers:
             raise ModelError(
-                f"{architecture} is not supported: {self._num_attended} of its {self.config.num_layers} layers attend "
-                "through transformers' replaceable attention"
+                f"{architecture} is not supported: a token attends {self._num_attended} times through transformers' "
+                f"replaceable attention, and not {self.config.num_layers} times"
             )
         for own, paged in zip(expected, actual, strict=True):
             own, paged = own.float(), paged.float()
@@ -268,19 +286,17 @@ class TransformersModel:
         decoded = self.compute_logits(self.forward(lasts, metadata, kv_caches)).split(1)
         return [torch.cat(rows) for rows in zip(prefilled, decoded, strict=True)]
 
-    def window_of(self, layer: int, named: int | None) -> int | None:
-        """Returns a layer's sliding window: that of its mask if transformers makes one, which wins over the one that
-        the model names to its attention function.
-        """
-        return self._windows.get(layer, named)
-
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
         self._metadata, self._kv_caches, self._num_attended = metadata, kv_caches, 0
-        positions = metadata.positions + self._first_position
+        self._positions = metadata.positions + self._first_position
+        batch = token_ids.unsqueeze(0)
         output = self._transformer(
-            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            input_ids=batch,
+            position_ids=self._positions.unsqueeze(0),
+            use_cache=False,
+            **further_inputs(self._own, batch),
         )
         return output.last_hidden_state[0]
 
@@ -293,34 +309,41 @@ class TransformersModel:
 
     def attend(
         self,
-        layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float | None,
-        sliding_window: int | None,
+        scale: float | None = None,
+        sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
         cap: float = 0.0,
+        key_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim].
-        There may be `sinks` [num_heads] and a soft `cap` of its products.
+        """The tokens' next attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads,
+        head_dim]. There may be `sinks` [num_heads], a soft `cap` of its products, and a `key_bias` [num_kv_heads,
+        num_tokens]. `sliding_window` is that which the model names; one of its mask wins.
         """
         assert self._metadata is not None
-        place = self._places[layer]
+        number, architecture = self._num_attended, self.config.architecture
+        if number == self.config.num_layers:
+            raise ModelError(f"{architecture} is not supported: a token attends more than {number} times")
+        place = self._places[number]
         assert place is not None
+        window = self._windows[number] if self._windows else sliding_window
         metadata = self._metadata.of_group(place.group)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         value_dim = value.shape[-1]
         if self._alibi is not None:
             query, key, value = self._alibi.widen(query, key, value, metadata.positions, scale)
+        if key_bias is not None:
+            query, key, value = with_key_bias(query, key, value, key_bias, scale, self.config.head_dim)
         _, num_heads, num_tokens, head_dim = query.shape
         expected = (1, self.config.num_kv_heads, num_tokens, self.config.head_dim)
         if key.shape != expected or value.shape != expected:
             raise ModelError(
-                f"{self.config.architecture} is not supported: layer {layer} has keys {list(key.shape)} and values "
+                f"{architecture} is not supported: attention {number} has keys {list(key.shape)} and values "
                 f"{list(value.shape)}, and the cache holds {list(expected)}"
             )
-        k_cache, v_cache = self._kv_caches[layer]
+        k_cache, v_cache = self._kv_caches[number]
         for cache, new in ((k_cache, key), (v_cache, value)):
             kv_cache.write(cache, metadata.slot_mapping, new[0].transpose(0, 1), metadata.block_size)
         heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, scale, cap)
@@ -330,7 +353,7 @@ class TransformersModel:
             v_cache,
             metadata,
             heads,
-            sliding_window,
+            window,
             None if sinks is None else sinks.detach().float().contiguous(),
         )
         self._num_attended += 1
@@ -353,16 +376,15 @@ def _attend(
     for name, meaning in _REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise ModelError(f"{type(module).__name__} is not supported: {meaning} are not implemented")
-    if attention_mask is not None or not getattr(module, "is_causal", True):
+    if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} is not supported: it attends otherwise than causally")
-    model, layer = module.manta_model, module.layer_idx
-    window = model.window_of(layer, sliding_window)
-    return model.attend(layer, query, key, value, scaling, window, s_aux, softcap or 0.0), None
+    return module.manta_model.attend(query, key, value, scaling, sliding_window, s_aux, softcap or 0.0), None
 
 
 def _probe_tokens(config: ModelConfig, own: Any) -> list[list[int]]:
-    """Token ids of two sequences. The first is longer than every window of the model."""
-    longest = max(_PROBE_LENS[0], (getattr(own, "window_size", None) or 0) + 8)
+    """Token ids of two sequences. The first is longer than every window of the model that is not shrunk."""
+    names = ("window_size", "sliding_window") if own.model_type in OWN_ATTENTION else ("window_size",)
+    longest = max(_PROBE_LENS[0], *(8 + (getattr(own, name, None) or 0) for name in names))
     most_ids = min(_PROBE_IDS, config.vocab_size - 1)
     lens = [min(length, config.max_position_embeddings) for length in (longest, _PROBE_LENS[1])]
     return [[1 + (5 * position + shift) % most_ids for position in range(length)] for shift, length in enumerate(lens)]
@@ -370,12 +392,21 @@ def _probe_tokens(config: ModelConfig, own: Any) -> list[list[int]]:
 
 def _keep_first_layers(config: Any, num_layers: int) -> None:
     """Leaves at most the first `num_layers` layers in `config`; its lists with an entry for each layer are cut too."""
-    total = config.num_hidden_layers
+    total = num_attention_calls(config)
     if num_layers < total:
         for name, value in config.to_dict().items():
             if isinstance(value, list) and len(value) == total:
                 setattr(config, name, value[:num_layers])
-        config.num_hidden_layers = num_layers
+        setattr(config, layers_key(config), num_layers)
+
+
+def _implementation(config: Any) -> str | None:
+    """Returns the attention that a model is loaded with. That of transformers which computes by products and masks is
+    compared with Manta's. Falcon's adds its ALiBi twice, and None lets transformers choose another one.
+    """
+    if config.model_type not in OWN_ATTENTION:
+        return _ATTENTION_NAME
+    return None if config.model_type == "falcon" else "eager"
 
 
 def _layer(name: str) -> int | None:

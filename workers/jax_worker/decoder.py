@@ -25,7 +25,7 @@ from manta.workers.jax_worker.layer_arrays import (
     SideBySideArrays,
 )
 from manta.workers.jax_worker.mixers import States, run_mixer
-from manta.workers.jax_worker.mlp import linear, run_mlp
+from manta.workers.jax_worker.mlp import gated_heads, linear, run_mlp
 from manta.workers.jax_worker.norms import layer_norm, rms_norm, rotate
 from manta.workers.jax_worker.parameters import distinct_ropes
 from manta.workers.kv_groups import LayerPlace
@@ -151,11 +151,7 @@ def _attend(
     if step.growth is not None:
         query = query * step.growth[..., None].astype(query.dtype)
     attended, pages = attend(step.form, query, key, value, pages, step.batch, step.sliding_window, attention.sinks)
-    attended = attended.reshape(len(normed), -1)
-    if attention.gate is not None:
-        gates = jax.nn.sigmoid(linear(normed, attention.gate).astype(jnp.float32))
-        attended = (attended * gates).astype(attended.dtype)
-    return linear(attended, attention.output), pages
+    return linear(gated_heads(attended, normed, attention.gate), attention.output), pages
 
 
 def _heads(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from manta.workers.jax_worker.attention import AttentionForm, attend
 from manta.workers.jax_worker.batch import StepBatch
 from manta.workers.jax_worker.layer_arrays import LatentArrays, LinearArrays
-from manta.workers.jax_worker.mlp import linear, precision_of
+from manta.workers.jax_worker.mlp import gated_heads, linear, precision_of
 from manta.workers.jax_worker.norms import rms_norm, rotate
 from manta.workers.models.model_config import LatentShape
 
@@ -52,7 +52,7 @@ def attend_latent(
     cached = jnp.concatenate((latent[:, None], rotated_key), axis=-1)
     attended, pages = attend(form, query, cached, None, pages, batch, None)
     results = jnp.einsum("thk,hdk->thd", attended[..., : shape.kv_rank], values, precision=precision)
-    return linear(results.reshape(num_tokens, -1), weights.output), pages
+    return linear(gated_heads(results, normed, weights.gate), weights.output), pages
 
 
 def _by_head(weights: LinearArrays, size: int) -> jax.Array:

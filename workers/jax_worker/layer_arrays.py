@@ -32,7 +32,7 @@ class AttentionArrays(NamedTuple):
     sinks: jax.Array | None
     """A logit of each head, float32 [num_heads]."""
     gate: LinearArrays | None
-    """The linear to numbers whose sigmoids multiply the attended values."""
+    """The linear to numbers whose sigmoids multiply the attended values: one for each value, or one for each head."""
 
 
 class LatentArrays(NamedTuple):
@@ -50,6 +50,8 @@ class LatentArrays(NamedTuple):
     """The linear from the cached latent vector to the unrotated keys of all heads; `values` is that to their values."""
     values: LinearArrays
     output: LinearArrays
+    gate: LinearArrays | None
+    """The linear to a number for each head, whose sigmoid multiplies its values."""
 
 
 class RecurrentArrays(NamedTuple):

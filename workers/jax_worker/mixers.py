@@ -79,7 +79,7 @@ def run_mixer(
     """
     if isinstance(spec, ShortConvSpec):
         return _short_conv(mesh, weights, x, states, batch)
-    return _MIXERS[spec.kind](spec, mesh, weights, x, states, batch)
+    return MIXERS[spec.kind](spec, mesh, weights, x, states, batch)
 
 
 def _short_conv(
@@ -121,21 +121,31 @@ def _kimi_delta(
     states: States,
     batch: StepBatch,
 ) -> tuple[jax.Array, States]:
-    """Kimi's delta attention (Kimi Team, 2025). `input` gives queries, keys, values and betas."""
-    shape, tensors, linears = spec.shape, weights.tensors, weights.inputs
+    """Kimi's delta attention (Kimi Team, 2025). `input` gives queries, keys, values and betas. `decay` and `gate` read
+    hidden states, or narrow products of them, `decay_input` and `gate_input`.
+    """
+    shape, tensors = spec.shape, weights.tensors
     assert isinstance(shape, DeltaShape)
-    *mixed, beta = _wide(x, linears["input"])
+    *mixed, beta = _wide(x, weights.inputs["input"])
     heads, windows = _delta_heads(shape, mesh, tensors["kernel"], mixed, states[:3], batch)
     (rates,), (time_bias,), (norm,) = (tensors[name] for name in ("rates", "time_bias", "norm"))
-    time, gate = (
-        linear(linear(x, linears[f"{name}_input"][0]), linears[name][0]).astype(jnp.float32)
-        for name in ("decay", "gate")
-    )
-    time = jax.nn.softplus(time + time_bias).reshape(len(x), -1, shape.key_dim)
-    inputs = HeadInputs(*heads, rates[:, None] * time, jax.nn.sigmoid(beta))
+    time = (_projected("decay", weights, x) + time_bias).reshape(len(x), -1, shape.key_dim)
+    if shape.least_log_decay:
+        log_decay = jax.nn.sigmoid(time * -rates[:, None]) * shape.least_log_decay
+    else:
+        log_decay = jax.nn.softplus(time) * rates[:, None]
+    inputs = HeadInputs(*heads, log_decay, jax.nn.sigmoid(beta))
     outputs, written = recur_heads(mesh, inputs, states[3], batch)
-    normed = _unit_mean(outputs, shape.norm_eps) * norm * jax.nn.sigmoid(gate).reshape(outputs.shape)
+    gates = jax.nn.sigmoid(_projected("gate", weights, x)).reshape(outputs.shape)
+    normed = _unit_mean(outputs, shape.norm_eps) * norm * gates
     return linear(normed.reshape(len(x), -1).astype(x.dtype), weights.output), (*windows, written)
+
+
+def _projected(name: str, weights: RecurrentArrays, x: jax.Array) -> jax.Array:
+    """Returns the product of hidden states and a linear, float32, which another one to a narrow vector may precede."""
+    narrow = weights.inputs.get(f"{name}_input")
+    rows = x if narrow is None else linear(x, narrow[0])
+    return linear(rows, weights.inputs[name][0]).astype(jnp.float32)
 
 
 def _delta_heads(
@@ -249,10 +259,10 @@ def _unit_mean(x: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
-_Mixer = Callable[
+RecurrentMixer = Callable[
     [RecurrentSpec, Mesh | AbstractMesh, RecurrentArrays, jax.Array, States, StepBatch], tuple[jax.Array, States]
 ]
-_MIXERS: dict[RecurrentKind, _Mixer] = {
+MIXERS: dict[RecurrentKind, RecurrentMixer] = {
     RecurrentKind.GATED_DELTA: _gated_delta,
     RecurrentKind.KIMI_DELTA: _kimi_delta,
     RecurrentKind.STATE_SPACE: _state_space,

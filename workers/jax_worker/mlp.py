@@ -30,6 +30,16 @@ def precision_of(x: jax.Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
+def gated_heads(attended: jax.Array, x: jax.Array, weights: LinearArrays | None) -> jax.Array:
+    """Returns attended values [num_tokens, num_heads, value_dim] as rows, times the sigmoids of a linear of x, which
+    has one for each value or one for each head; as they are without a linear.
+    """
+    if weights is not None:
+        gates = jax.nn.sigmoid(linear(x, weights).astype(jnp.float32))
+        attended = (attended * gates.reshape(*attended.shape[:2], -1)).astype(attended.dtype)
+    return attended.reshape(len(attended), -1)
+
+
 def _clamped(gates: jax.Array, up: jax.Array) -> jax.Array:
     """Returns gpt-oss's gates (`reference.clamped_gate`)."""
     gates, up = jnp.minimum(gates, 7.0), jnp.clip(up, -7.0, 7.0)
@@ -91,7 +101,8 @@ def route(logits: jax.Array, choice_bias: jax.Array | None, config: ExpertsConfi
         sums = jax.lax.top_k(by_group, config.ranks_groups_by)[0].sum(-1)
         best = jax.lax.top_k(sums, config.num_chosen_groups)[1]
         is_searched = (best[:, :, None] == jnp.arange(config.num_groups)).any(1)
-        ranked = jnp.where(is_searched[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
+        others = 0.0 if config.scores_others_zero else -jnp.inf
+        ranked = jnp.where(is_searched[:, :, None], by_group, others).reshape(ranked.shape)
     chosen = jax.lax.top_k(ranked, config.num_chosen)[1]
     shares = jnp.take_along_axis(scores, chosen, axis=-1)
     if config.normalises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 
+import jax
 from jax.sharding import Mesh
 
 from manta.workers.checkpoints.tensor_files import TensorFiles
@@ -27,7 +28,7 @@ from manta.workers.jax_worker.layer_arrays import (
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.jax_worker.weight_reader import DTYPES, WeightReader
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig, RopeConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from manta.workers.models.specs import (
     AttentionSpec,
     ExpertsSpec,
@@ -69,7 +70,7 @@ def load_parameters(
         tuple(place(mesh, table) for table in tables),
     )
     if whole:
-        check_all_used(files, config)
+        check_all_used(files, config, spec)
     return parameters
 
 
@@ -127,6 +128,7 @@ def _latent_attention(reader: WeightReader, spec: LatentAttentionSpec) -> Latent
         keys,
         values,
         reader.linear(spec.output),
+        None if spec.gate is None else reader.linear(spec.gate),
     )
 
 
@@ -149,11 +151,17 @@ def _experts(reader: WeightReader, config: ModelConfig, spec: ExpertsSpec) -> Ex
     assert config.experts is not None
     gated, down = [each.gated for each in spec.experts], [each.down for each in spec.experts]
     *gate, up = (reader.stacked(gated, part) for part in range(len(gated[0].parts)))
-    bias = spec.choice_bias
     return ExpertsArrays(
         reader.linear(spec.router),
         GatedMlpArrays(gate[0] if gate else None, up, reader.stacked(down, 0)),
-        None if bias is None else reader.vector(bias, config.experts.num_experts),
+        _choice_bias(reader, config.experts, spec),
         _mlp(reader, spec.shared),
         None if spec.shared_gate is None else reader.linear(spec.shared_gate),
     )
+
+
+def _choice_bias(reader: WeightReader, config: ExpertsConfig, spec: ExpertsSpec) -> jax.Array | None:
+    name = spec.choice_bias
+    if name is None or (spec.may_lack_choice_bias and not reader.has(name)):
+        return None
+    return reader.vector(name, config.num_experts)

@@ -19,7 +19,7 @@ from manta.workers.checkpoints.tensor_files import TensorFiles
 from manta.workers.jax_worker.layer_arrays import LinearArrays
 from manta.workers.jax_worker.mesh import AXIS
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),
@@ -157,6 +157,10 @@ class WeightReader:
         return self._divided((size,), (axis,), lambda index: whole[index], np.dtype(np.float32))
 
     # ---- files -------------------------------------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        """Returns whether the checkpoint has a tensor."""
+        return name in self._files
 
     def _rows(self, part: WeightPart) -> np.ndarray:
         """Returns the rows of the checkpoint's tensor that the devices hold, in order; -1 is a row of zeros."""

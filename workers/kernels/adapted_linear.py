@@ -1,20 +1,20 @@
 """Linears with low-rank adapters (LoRA; Hu et al., 2021): `y = linear(x) + scale * (x @ a.T) @ b`, for each row by its
 sequence's adapter.
 
-`TorchAdaptedLinear` defines what they compute; `cpu_adapters.py` computes it faster. A bank of adapters
-(`workers/adapters/adapter_bank.py`) gives them their values, and `AttentionMetadata.adapters` says which rows have one.
+`TorchAdaptedLinear` defines what they compute; `cpu_adapters.py` and `triton/adapted_linear.py` compute it faster. A
+bank of adapters (`workers/adapters/adapter_bank.py`) gives them their values, and `AttentionMetadata.adapters` says
+which rows have one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear
-from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
 from manta.workers.kernels.weights import Linear
 
 MOST_ADAPTERS = 1024
@@ -59,13 +59,22 @@ class AdaptedLinear(Linear, Protocol):
         ...
 
 
+@runtime_checkable
+class HasOwnGate(Protocol):
+    """A linear that may compute its gate too."""
+
+    def with_gate_apart(self) -> Linear:
+        """Returns the same function as a linear and its gate; itself if it has none."""
+        ...
+
+
 LinearAdapting = Callable[[Linear], AdaptedLinear]
 """Function that makes the linears with adapters of one model on one device. It takes linears without a gate."""
 
 
 def adapt(linear: Linear, adapting: LinearAdapting) -> tuple[Linear, AdaptedLinear]:
     """Returns a linear that computes the same for rows without an adapter, and the one in it that holds adapters."""
-    if isinstance(linear, TorchQuantizedLinear):
+    if isinstance(linear, HasOwnGate):
         linear = linear.with_gate_apart()
     if isinstance(linear, GatedLinear):
         inner, adapted = adapt(linear.linear, adapting)

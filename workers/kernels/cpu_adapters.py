@@ -24,7 +24,7 @@ _Part = layout.structure("_Part", "b", "first_rank rank first_output num_outputs
 _LowRank = layout.structure("_LowRank", "a parts", "rank num_parts")
 _StepRows = layout.structure("_StepRows", "segments rows", "num_segments")
 _AdaptedLinear = layout.structure(
-    "_AdaptedLinear", "run run_adding self adapters step", "dtype in_features out_features width"
+    "_AdaptedLinear", "run run_adding self adapters step", "dtype in_features out_features width exact"
 )
 
 
@@ -64,8 +64,13 @@ class PackedAdaptedLinear:
     """A packed linear with adapters, of which each row of a step may have another one."""
 
     def __init__(
-        self, library: ctypes.CDLL, linear: PackedLinear | PackedQuantizedLinear, step_adapters: StepAdapters
+        self,
+        library: ctypes.CDLL,
+        linear: PackedLinear | PackedQuantizedLinear,
+        step_adapters: StepAdapters,
+        exact: bool = False,
     ) -> None:
+        """With `exact`, what adapters add to a row has the same bits in every form of the kernels."""
         self._library = library
         self._linear = linear
         self._step_adapters = step_adapters
@@ -85,6 +90,7 @@ class PackedAdaptedLinear:
             linear.in_features,
             linear.out_features,
             linear.width,
+            exact,
         )
 
     def hold(self, number: int, low_rank: LowRank) -> None:
@@ -122,8 +128,10 @@ class PackedAdaptedLinear:
         return NativeLinear(run, ctypes.addressof(self._state), begin=self._step_adapters.begin)
 
 
-def adapt(linear: PackedLinear | PackedQuantizedLinear, step_adapters: StepAdapters) -> PackedAdaptedLinear:
-    """Returns the linear with adapters, whose rows `step_adapters` tells."""
+def adapt(
+    linear: PackedLinear | PackedQuantizedLinear, step_adapters: StepAdapters, exact: bool = False
+) -> PackedAdaptedLinear:
+    """Returns the linear with adapters, whose rows `step_adapters` tells. `exact` is that of `PackedAdaptedLinear`."""
     library = _library()
     assert library is not None, "it has packed the linear"
-    return PackedAdaptedLinear(library, linear, step_adapters)
+    return PackedAdaptedLinear(library, linear, step_adapters, exact)

@@ -14,7 +14,7 @@ import torch
 
 from manta.workers.kernels import build, cpu_recurrence, expert_choice
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.kernels.cpu_products import head_products
 from manta.workers.models.model_config import ExpertsConfig
 
 
@@ -22,35 +22,11 @@ from manta.workers.models.model_config import ExpertsConfig
 def _library() -> ctypes.CDLL:
     library = build.load_library()
     assert library is not None, "exact is refused without compiled kernels"
-    library.manta_head_products.argtypes = [c_int, *[c_void_p] * 3, *[c_int] * 6]
     library.manta_softmax.argtypes = [c_void_p, c_void_p, c_int64, c_int]
     library.manta_log1p.argtypes = [c_void_p, c_void_p, c_int64]
-    for name in ("head_products", "softmax", "log1p"):
+    for name in ("softmax", "log1p"):
         getattr(library, f"manta_{name}").restype = None
     return library
-
-
-def head_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.head_products`. Each number is one float32 sum in the order of the inputs, whose terms are
-    fused, and is rounded once to the dtype of x.
-    """
-    x = x if x.stride(2) == 1 else x.contiguous()
-    weight = weight.contiguous()
-    num_tokens, num_heads, num_inputs = x.shape
-    output = x.new_empty((num_tokens, num_heads, weight.shape[2]))
-    _library().manta_head_products(
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        weight.data_ptr(),
-        output.data_ptr(),
-        num_tokens,
-        num_heads,
-        num_inputs,
-        weight.shape[2],
-        x.stride(0),
-        x.stride(1),
-    )
-    return output
 
 
 class ExactLinear:

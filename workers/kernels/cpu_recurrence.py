@@ -14,7 +14,7 @@ from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 import torch
 import torch.nn.functional as F
 
-from manta.workers.kernels import build, convolution, layout, recurrence, recurrent_layer
+from manta.workers.kernels import build, convolution, cpu_products, layout, recurrence, recurrent_layer
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 
@@ -52,7 +52,7 @@ def _library() -> ctypes.CDLL | None:
         library.manta_gated_norm.argtypes = [POINTER(_GatedNorm)]
         library.manta_unit_heads.argtypes = [c_void_p, c_void_p, c_int64, c_int, c_float, c_float]
         library.manta_softplus.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int]
-        for name in ("sigmoid", "silu", "gelu", "exp"):
+        for name in ("sigmoid", "silu", "gelu", "exp", "sqrt"):
             getattr(library, f"manta_{name}").argtypes = [c_void_p, c_void_p, c_int64]
         library.manta_cap.argtypes = [c_void_p, c_void_p, c_int64, c_float]
         library.manta_sums_of_squares.argtypes = [c_void_p, c_void_p, c_int64, c_int]
@@ -69,6 +69,7 @@ def _library() -> ctypes.CDLL | None:
             "silu",
             "gelu",
             "exp",
+            "sqrt",
             "cap",
             "sums_of_squares",
             "row_norm",
@@ -190,6 +191,16 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     return _of_each("exp", recurrent_layer.exp, x)
+
+
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    return _of_each("sqrt", recurrent_layer.sqrt, x)
+
+
+def head_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if _library() is None:
+        return recurrent_layer.head_products(x, weight)
+    return cpu_products.head_products(x, weight)
 
 
 def _of_each(name: str, by_torch: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,9 @@ def choose(
 
 
 def _of_best_groups(ranked: torch.Tensor, config: ExpertsConfig) -> torch.Tensor:
-    """Returns the scores, those of the groups that are not searched as minus infinity (DeepSeek-V2, 2024)."""
+    """Returns the scores, those of the groups that are not searched as minus infinity (DeepSeek-V2, 2024), or as 0."""
     by_group = ranked.unflatten(-1, (config.num_groups, -1))
     best = by_group.topk(config.ranks_groups_by, dim=-1).values.sum(-1).topk(config.num_chosen_groups, dim=-1).indices
     is_left_out = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=ranked.device).scatter_(-1, best, False)
-    return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    others = 0.0 if config.scores_others_zero else -torch.inf
+    return by_group.masked_fill(is_left_out.unsqueeze(-1), others).flatten(-2)

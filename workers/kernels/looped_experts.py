@@ -22,6 +22,8 @@ class LoopedExperts:
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in chosen.unique().tolist():
+            if index not in range(len(self._experts)):
+                continue
             rows, places = torch.where(chosen == index)
             expert, share = self._experts[index], shares[rows, places].unsqueeze(-1)
             inputs = (x[rows].float() * share).to(x.dtype) if self._scales_inputs else x[rows]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from manta.workers.kernels.convolution import convolve
 from manta.workers.kernels.recurrence import recur
-from manta.workers.kernels.reference import cap
+from manta.workers.kernels.reference import cap, head_products
 from manta.workers.kernels.running_max import running_max
 
 __all__ = [
@@ -20,12 +20,14 @@ __all__ = [
     "convolve",
     "exp",
     "gated_norm",
+    "head_products",
     "recur",
     "row_norm",
     "running_max",
     "sigmoid",
     "silu",
     "softplus",
+    "sqrt",
     "sums_of_squares",
     "unit_heads",
 ]
@@ -72,6 +74,10 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def exp(x: torch.Tensor) -> torch.Tensor:
     """Returns e^x of numbers that are at most 88."""
     return x.exp()
+
+
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    return x.sqrt()
 
 
 def centred_heads(x: torch.Tensor, eps: float) -> torch.Tensor:

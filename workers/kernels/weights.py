@@ -15,7 +15,7 @@ import torch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
@@ -115,7 +115,9 @@ class AttentionWeights:
     value_dim: int | None = None
     """Width of a value, which is filled up with zeros to that of a key; None in families in which both are equal."""
     gate: Linear | None = None
-    """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
+    """hidden -> num_heads * head_dim, or num_heads, whose sigmoids multiply the attended values; None in families
+    without.
+    """
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -145,6 +147,20 @@ class RecurrentWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class IndexerWeights:
+    """The weights of `IndexerSpec`."""
+
+    shape: IndexerShape
+    queries: Linear
+    keys: Linear
+    key_norm: torch.Tensor
+    """float32 [head_dim], as is `key_bias`."""
+    key_bias: torch.Tensor
+    shares: Linear
+    """hidden -> num_heads, in float32."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LatentAttentionWeights:
     """The weights of `LatentAttentionSpec`. The two weights between latent vectors and heads are laid out for cached
     tokens (`workers/decoders/latent_attention.py`).
@@ -159,6 +175,10 @@ class LatentAttentionWeights:
     values: torch.Tensor
     """[num_heads, head_dim, value_dim]: from attended cached tokens to a head's values."""
     output: Linear
+    indexer: IndexerWeights | None = None
+    """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
+    gate: Linear | None = None
+    """hidden -> num_heads, whose sigmoids multiply the heads' values; None in families without."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -182,11 +202,22 @@ class Experts(Protocol):
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' results for x [num_rows, hidden], float32. `chosen`, int64
-        [num_rows, num_chosen], has different experts in a row, and `shares`, float32, their weights.
+        [num_rows, num_chosen], has different experts in a row, and `shares`, float32, their weights. A number that is
+        none of the experts', such as -1, adds nothing.
 
         A row's results are added in the order of the experts, so they do not depend on the other rows.
         """
         ...
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DeepRouterWeights:
+    """The weights of `DeepRouterSpec`, in float32."""
+
+    down: Linear
+    previous_scale: torch.Tensor | None
+    norm: torch.Tensor
+    hidden: tuple[Linear, Linear]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -195,7 +226,7 @@ class ExpertsWeights:
     router: Linear
     """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
     experts: Experts
-    """Of ranks, each has a part of every expert's inner width."""
+    """Of ranks, each has a part of every expert's inner width, or some experts whole."""
     join: Callable[[torch.Tensor], torch.Tensor]
     """Sums the results [num_tokens, hidden] of ranks; returns them as they are if each rank has whole ones."""
     choice_bias: torch.Tensor | None = None
@@ -206,6 +237,8 @@ class ExpertsWeights:
     """float32 [num_experts], which multiply the shares of chosen experts; None for none."""
     shared_gate: Linear | None = None
     """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
+    deep_router: DeepRouterWeights | None = None
+    """What comes before `router`; None if it reads what experts read."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -272,6 +305,15 @@ class StreamsWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class NormGateWeights:
+    """The weights of `NormGateSpec`."""
+
+    down: Linear
+    """hidden -> rank, with its activation."""
+    up: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerInputWeights:
     """The weights of `LayerInputSpec`."""
 
@@ -287,6 +329,16 @@ class LayerInputsWeights:
     table: Embedding
     projection: Linear
     norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ScalingWeights:
+    """The weights of `ScalingSpec`, each [hidden]."""
+
+    update_bias: torch.Tensor
+    update_scale: torch.Tensor
+    stream_bias: torch.Tensor
+    stream_scale: torch.Tensor
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -307,6 +359,11 @@ class LayerWeights:
     """Factor on the residual stream after the layer."""
     block: SharedBlockWeights | None = None
     updates: UpdatesWeights | None = None
+    shortcut: ExpertsWeights | None = None
+    input_gate: NormGateWeights | None = None
+    mlp_gate: NormGateWeights | None = None
+    mixer_scaling: ScalingWeights | None = None
+    mlp_scaling: ScalingWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -318,6 +375,8 @@ class DecoderWeights:
     """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
     layer_inputs: LayerInputsWeights | None = None
     streams: StreamsWeights | None = None
+    embedding_scaling: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[hidden] each: biases, then factors on embeddings; None for none."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,7 +11,8 @@ from manta.workers.models.dense import FULL, read_dense, read_head_dim, read_rop
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, read_state_space, state_space, with_states
-from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "BambaForCausalLM"
 

@@ -1,12 +1,13 @@
 """DeepSeek-V3 and R1 (DeepSeek-AI, 2024), and Kimi K2 (Moonshot AI, 2025): latent attention, and experts in groups,
 which a router with sigmoids and a bias chooses. One expert computes every token. The first layers have one MLP.
+Sarvam-105B has the same layers.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from manta.workers.models import latent, llama
+from manta.workers.models import latent, llama, sarvam_mla
 from manta.workers.models.dense import trial_layers
 from manta.workers.models.experts import experts, read_dense_layers, read_groups, read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, LatentShape, ModelConfig
@@ -15,22 +16,24 @@ from manta.workers.models.specs import DecoderSpec, LayerSpec
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
-_USUAL = LatentShape(query_rank=1536, kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)
+USUAL = LatentShape(query_rank=1536, kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)
+USUAL_EXPERTS = ExpertsConfig(
+    num_experts=256,
+    num_chosen=8,
+    intermediate_size=2048,
+    scale=2.5,
+    num_groups=8,
+    num_chosen_groups=4,
+    dense_layers=(0, 1, 2),
+)
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
     """Reads the shape of a model. Raises `ConfigError` as `read_latent` and `read_sigmoid_experts` do."""
-    config = latent.read_latent(raw, _USUAL, is_interleaved=raw["rope_interleave"].flag(True))
-    usual = ExpertsConfig(
-        num_experts=256,
-        num_chosen=8,
-        intermediate_size=2048,
-        scale=2.5,
-        num_groups=8,
-        num_chosen_groups=4,
-        dense_layers=(0, 1, 2),
-    )
-    return read_sigmoid_experts(raw, config, usual)
+    if raw["model_type"].value == sarvam_mla.MODEL_TYPE:
+        raw = sarvam_mla.as_deepseek(raw)
+    config = latent.read_latent(raw, USUAL, is_interleaved=raw["rope_interleave"].flag(True))
+    return read_sigmoid_experts(raw, config, USUAL_EXPERTS)
 
 
 def read_sigmoid_experts(raw: RawConfig, config: ModelConfig, usual: ExpertsConfig) -> ModelConfig:
@@ -75,9 +78,13 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     return with_sigmoid_experts(config, latent.layer(config, index), index)
 
 
-def with_sigmoid_experts(config: ModelConfig, layer: LayerSpec, index: int) -> LayerSpec:
-    """Returns the layer with experts, unless it is one of the first that have one MLP."""
+def with_sigmoid_experts(
+    config: ModelConfig, layer: LayerSpec, index: int, choice_bias: str = "gate.e_score_correction_bias"
+) -> LayerSpec:
+    """Returns the layer with experts, unless it is one of the first that have one MLP. `choice_bias` is the name of the
+    bias for the choice.
+    """
     assert config.experts is not None
     if index in config.experts.dense_layers:
         return layer
-    return layer._replace(mlp=experts(config, f"model.layers.{index}.mlp", choice_bias="gate.e_score_correction_bias"))
+    return layer._replace(mlp=experts(config, f"model.layers.{index}.mlp", choice_bias=choice_bias))

@@ -137,6 +137,22 @@ def read_ropes_of_kinds(raw: RawConfig, head_dim: int, usual_thetas: dict[str, f
     return ropes
 
 
+def read_proportional_rope(
+    values: RawConfig, head_dim: int, usual_theta: float, usual_type: str, usual_part: float = 1.0
+) -> RopeConfig:
+    """Reads a rope of the type `default` or `proportional` from the object that holds it. `usual_part` is the part of
+    the dimensions that rotates in a proportional one that does not say. Raises `ConfigError` if none does.
+    """
+    theta = values["rope_theta"].number(usual_theta, least=1.001)
+    if values["rope_type"].one_of("proportional", "default", default=usual_type) == "default":
+        return RopeConfig(theta=theta)
+    part = values["partial_rotary_factor"]
+    angles = int(part.number(usual_part, most=1) * head_dim // 2)
+    if not angles:
+        raise part.refused(f"a number that leaves a part of the {head_dim} dimensions of a head")
+    return RopeConfig(rope_type="proportional", theta=theta, rotary_dim=2 * angles, factor=values["factor"].number(1.0))
+
+
 def _read_rotary_dim(part: RawValue, head_dim: int, usual: float | None) -> int:
     if usual is None:
         if part.number(1.0) != 1:
@@ -206,14 +222,18 @@ def read_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def read_kinds(
-    raw: RawConfig, num_layers: int, period: int = 1, allowed: tuple[str, ...] = (FULL, SLIDING)
+    raw: RawConfig,
+    num_layers: int,
+    period: int = 1,
+    allowed: tuple[str, ...] = (FULL, SLIDING),
+    usual: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
-    """Returns the kind of each layer, one of those `allowed`: those of `layer_types` if it is there. Otherwise each
-    `period`-th layer sees everything, and the others have a window.
+    """Returns the kind of each layer, one of those `allowed`: those of `layer_types` if it is there, else the `usual`
+    ones. None: each `period`-th layer sees everything, and the others have a window.
     """
     layer_types = raw["layer_types"]
     if layer_types.value is None:
-        return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
+        return tuple(usual or (SLIDING if (layer + 1) % period else FULL for layer in range(num_layers)))
     kinds = tuple(kind.one_of(*allowed) for kind in layer_types.items())
     if len(kinds) != num_layers:
         raise layer_types.refused(f"a list of {num_layers} kinds, one for each layer")

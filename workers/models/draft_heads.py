@@ -16,7 +16,8 @@ import msgspec
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import LayerSpec, LinearSpec, NormSpec, WeightPart
+from manta.workers.models.specs import LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, WeightPart
 
 DRAFT_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of the names of tensors that only draft heads have."""

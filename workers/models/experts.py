@@ -6,7 +6,8 @@ from manta.workers.models import llama
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig, RawValue
 from manta.workers.models.row_places import ExpertRows
-from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec
+from manta.workers.models.weight_specs import LinearSpec, WeightPart
 
 MOST_EXPERTS = 4096
 DENSE, SPARSE = "dense", "sparse"
@@ -40,7 +41,7 @@ def experts(
             _stacked_expert(config, f"{prefix}.experts", expert, are_rows)
             if are_stacked
             else _expert(config, f"{prefix}.experts.{expert}", names, are_fused)
-            for expert in range(sizes.num_experts)
+            for expert in range(sizes.num_computing)
         ),
         choice_bias=choice_bias and f"{prefix}.{choice_bias}",
         shared=llama.mlp(config, f"{prefix}.{shared}", inner) if inner else None,

@@ -9,7 +9,8 @@ from manta.workers.models.dense import read_dense, read_head_dim, read_rope
 from manta.workers.models.model_config import ModelConfig, PartScales
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import read_factors, read_state_space, state_space
-from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, LinearSpec, SideBySideSpec
+from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, SideBySideSpec
+from manta.workers.models.weight_specs import LinearSpec
 
 ARCHITECTURE = "FalconH1ForCausalLM"
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from manta.workers.models import (
+    axk1,
+    axk2,
+    bailing_hybrid,
     bamba,
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     falcon_h1,
     falcon_mamba,
     gemma2,
@@ -20,15 +24,19 @@ from manta.workers.models import (
     glm4_moe,
     glm4_moe_lite,
     glm4v,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     granite_hybrid,
     jamba,
     kimi_linear,
+    lara_mini,
     lfm2,
     lfm2_moe,
+    lfm3,
     llama,
     llama4,
+    longcat_flash,
     mamba,
     mamba2,
     mimo_v2,
@@ -49,12 +57,15 @@ from manta.workers.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    recurrent_gemma,
     seed_oss,
     smollm3,
     vaultgemma,
     xlstm,
     youtu,
+    zamba,
     zamba2,
+    zaya,
 )
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
@@ -102,9 +113,11 @@ _MODULES: tuple[Family, ...] = (
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    lara_mini,
     gpt_oss,
     lfm2,
     lfm2_moe,
+    lfm3,
     bamba,
     granite_hybrid,
     falcon_h1,
@@ -114,9 +127,15 @@ _MODULES: tuple[Family, ...] = (
     mamba,
     falcon_mamba,
     kimi_linear,
+    bailing_hybrid,
     minimax,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
+    glm_moe_dsa,
+    axk1,
+    axk2,
+    longcat_flash,
     glm4_moe_lite,
     minicpm3,
     youtu,
@@ -127,14 +146,20 @@ _MODULES: tuple[Family, ...] = (
     llama4,
     gemma3n,
     gemma4,
+    recurrent_gemma,
+    zamba,
     zamba2,
+    zaya,
     xlstm,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""
 
-OTHER_MODEL_TYPES = ("exaone", "sarvam_mla", "sarvam_moe")
+OTHER_MODEL_TYPES = ("exaone", "sarvam_moe")
 """Values of `model_type` whose checkpoints name the architecture of a native family, and name its tensors otherwise."""
+
+OTHER_NAMES = {"SarvamMLAForCausalLM": "DeepseekV3ForCausalLM"}
+"""Architectures that published configurations name, and those of the native families that they are."""
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

@@ -10,7 +10,8 @@ from manta.workers.models import llama
 from manta.workers.models.dense import read_dense, read_kinds, with_kinds
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 

@@ -16,7 +16,8 @@ from manta.workers.models.dense import (
 )
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import llama
-from manta.workers.models.dense import FULL, SLIDING, read_dense, read_head_dim, read_kinds, with_kinds
+from manta.workers.models.dense import (
+    FULL,
+    SLIDING,
+    read_dense,
+    read_head_dim,
+    read_kinds,
+    read_proportional_rope,
+    with_kinds,
+)
 from manta.workers.models.experts import experts, read_num_experts, stored_either_way
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
@@ -19,11 +27,8 @@ from manta.workers.models.specs import (
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
-    LinearSpec,
-    NormSpec,
-    Split,
-    WeightPart,
 )
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 ARCHITECTURE = "Gemma4ForCausalLM"
 
@@ -45,7 +50,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     kinds = (*read_kinds(raw, config.num_layers, 6)[:-1], FULL)
     has_biases, shares = raw["attention_bias"].flag(False), raw["attention_k_eq_v"].flag(False)
     global_heads = _read_global_heads(raw, (config.num_kv_heads, head_dim), kinds, shares)
-    rope = _read_global_rope(ropes[FULL], global_heads[1])
+    rope = read_proportional_rope(ropes[FULL].object(), global_heads[1], 1e6, "proportional", _ROTATED)
     cap = raw["final_logit_softcapping"]
     is_wide = raw["use_double_wide_mlp"].flag(False)
     size = raw["hidden_size_per_layer_input"].whole(256, least=0)
@@ -83,18 +88,6 @@ def _read_experts(raw: RawConfig) -> ExpertsConfig | None:
         intermediate_size=raw["moe_intermediate_size"].whole(),
         normalises=True,
     )
-
-
-def _read_global_rope(value: RawValue, head_dim: int) -> RopeConfig:
-    values = value.object()
-    theta = values["rope_theta"].number(1e6, least=1.001)
-    if values["rope_type"].one_of("proportional", "default", default="proportional") == "default":
-        return RopeConfig(theta=theta)
-    part = values["partial_rotary_factor"]
-    angles = int(part.number(_ROTATED, most=1) * head_dim // 2)
-    if not angles:
-        raise part.refused(f"a number that leaves a part of the {head_dim} dimensions of a head")
-    return RopeConfig(rope_type="proportional", theta=theta, rotary_dim=2 * angles, factor=values["factor"].number(1.0))
 
 
 def _read_global_heads(raw: RawConfig, local: tuple[int, int], kinds: tuple[str, ...], shares: bool) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from manta.workers.models import glm, llama
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "Glm4ForCausalLM"
 

@@ -12,7 +12,8 @@ from manta.workers.models.experts import read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.row_places import ExpertRows
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, WeightPart
 
 ARCHITECTURE = "GptOssForCausalLM"
 

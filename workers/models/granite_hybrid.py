@@ -12,7 +12,8 @@ from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, read_kinds, read_state_space, state_space, with_states
 from manta.workers.models.row_places import ExpertRows
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, WeightPart
 
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 

@@ -4,6 +4,8 @@ positions. All but the first layers have DeepSeek-V3's experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from manta.workers.models import latent, llama
@@ -14,13 +16,14 @@ from manta.workers.models.model_config import ExpertsConfig, LatentShape, ModelC
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, output, read_kinds, with_states
 from manta.workers.models.recurrent_shapes import DeltaShape, RecurrentKind
-from manta.workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, RecurrentSpec, Split, TensorSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec, LayerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, Split, TensorSpec, WeightPart
 
 ARCHITECTURE = "KimiLinearForCausalLM"
 
 _LATENT = LatentShape(query_rank=None, kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)
 _EXPERTS = ExpertsConfig(num_experts=256, num_chosen=8, intermediate_size=1024, scale=2.446, dense_layers=(0,))
-_SPELLINGS = {
+SPELLINGS: dict[str, tuple[str, Any]] = {
     "max_position_embeddings": ("model_max_length", 1048576),
     "n_group": ("num_expert_group", 1),
     "n_shared_experts": ("num_shared_experts", 1),
@@ -29,7 +32,7 @@ _SPELLINGS = {
     "num_local_experts": ("num_experts", 256),
     "topk_group": ("topk_group", 1),
 }
-"""Keys of DeepSeek-V3 with their names and usual values in configurations of Kimi Linear."""
+"""Keys of DeepSeek-V3 with their other names and usual values in configurations of Kimi Linear."""
 _NAMES = ("w1", "w3", "w2")
 
 
@@ -38,7 +41,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw["moe_router_activation_func"].one_of("sigmoid", default="sigmoid")
     raw["mla_use_nope"].flag(True)
     raw.ignore("use_grouped_topk", "num_nextn_predict_layers")
-    raw = raw.respelled(_SPELLINGS)
+    raw = raw.respelled(SPELLINGS)
     config = latent.read_latent(raw, _LATENT, norm_eps=("rms_norm_eps", 1e-5), is_interleaved=False)
     config = msgspec.structs.replace(config, layer_ropes=(None,) * config.num_layers)
     own = raw["linear_attn_config"].object()
@@ -61,9 +64,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         norm_eps=config.rms_norm_eps,
     )
     config = read_sigmoid_experts(raw, config, _EXPERTS)
-    most_trial_layers = config.num_trial_layers
-    config = with_states(config, kinds, shape)
-    return msgspec.structs.replace(config, num_trial_layers=max(config.num_trial_layers, most_trial_layers))
+    return with_states(config, kinds, shape)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

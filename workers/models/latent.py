@@ -8,10 +8,12 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import read_dense, read_rope
-from manta.workers.models.model_config import LatentShape, ModelConfig, RopeConfig
+from manta.workers.models.indexer import indexer
+from manta.workers.models.model_config import IndexerShape, LatentShape, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.row_places import HeadPiece, TailOrder
-from manta.workers.models.specs import LatentAttentionSpec, LayerSpec, LinearSpec, NormSpec, Split, WeightPart
+from manta.workers.models.specs import LatentAttentionSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 
 def read_latent(
@@ -22,22 +24,24 @@ def read_latent(
     is_interleaved: bool = True,
     is_tied: bool = False,
     ropes_whole_queries: bool = False,
+    indexer: IndexerShape | None = None,
 ) -> ModelConfig:
     """Returns the shape of a decoder with latent attention. `usual` has the sizes that a configuration leaves out.
-    `ropes_whole_queries` says whether a partial rotation counts the unrotated dimensions of a head too.
+    `ropes_whole_queries` says whether a partial rotation counts the unrotated dimensions of a head too. A family whose
+    attention reads the tokens of an `indexer` has read its shape.
 
     Raises `ConfigError` as `read_dense` and `read_rope` do, and for sizes that do not fit.
     """
     shape = LatentShape(
         query_rank=_read_query_rank(raw, usual.query_rank),
-        kv_rank=_even(raw, "kv_lora_rank", usual.kv_rank),
+        kv_rank=raw["kv_lora_rank"].even(usual.kv_rank),
         plain_dim=raw["qk_nope_head_dim"].whole(usual.plain_dim),
-        rope_dim=_even(raw, "qk_rope_head_dim", usual.rope_dim),
+        rope_dim=raw["qk_rope_head_dim"].even(usual.rope_dim),
         value_dim=raw["v_head_dim"].whole(usual.value_dim),
     )
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):
         raw[key].whole(1)  # the other sizes decide
-    width = shape.kv_rank + shape.rope_dim
+    width = shape.cached_dim + (0 if indexer is None else indexer.head_dim)
     rope = msgspec.structs.replace(
         read_rope(raw, *_rotated(shape, ropes_whole_queries), is_interleaved=is_interleaved),
         rotary_dim=shape.rope_dim,
@@ -49,6 +53,7 @@ def read_latent(
     return msgspec.structs.replace(
         config,
         latent=shape,
+        indexer=indexer,
         qkv_bias=has_biases,
         output_bias=has_biases,
         attention_scale=(shape.plain_dim + shape.rope_dim) ** -0.5 * _stretch(rope) ** 2,
@@ -65,16 +70,9 @@ def _rotated(shape: LatentShape, ropes_whole_queries: bool) -> tuple[int, float,
 
 def _read_query_rank(raw: RawConfig, usual: int | None) -> int | None:
     value = raw["q_lora_rank"]
-    if usual is None or (value.is_given and value.value is None):
+    if value.value is None and (usual is None or value.is_given):
         return None
     return value.whole(usual)
-
-
-def _even(raw: RawConfig, key: str, usual: int) -> int:
-    number = raw[key].whole(usual)
-    if number % 2:
-        raise raw[key].refused(f"an even number instead of {number}")
-    return number
 
 
 def _stretch(rope: RopeConfig) -> float:
@@ -87,17 +85,20 @@ def _stretch(rope: RopeConfig) -> float:
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Returns Llama's layer with latent attention."""
-    return llama.layer(config, index)._replace(mixer=_attention(config, f"model.layers.{index}.self_attn"))
+    return llama.layer(config, index)._replace(mixer=attention(config, index, f"model.layers.{index}.self_attn"))
 
 
-def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
+def attention(config: ModelConfig, index: int, prefix: str, output: str = "o_proj") -> LatentAttentionSpec:
+    """Returns the latent attention of a layer below `prefix`, whose linear to the residual stream has the name
+    `output`.
+    """
     shape = config.latent
     assert shape is not None
     hidden, query_dim = config.hidden_size, shape.plain_dim + shape.rope_dim
     is_interleaved = config.rope.is_interleaved
     query_order = TailOrder(query_dim, shape.rope_dim) if is_interleaved else None
-    cached_order = TailOrder(config.head_dim, shape.rope_dim) if is_interleaved else None
-    cached = WeightPart(f"{prefix}.kv_a_proj_with_mqa", config.head_dim, order=cached_order)
+    cached_order = TailOrder(shape.cached_dim, shape.rope_dim) if is_interleaved else None
+    cached = WeightPart(f"{prefix}.kv_a_proj_with_mqa", shape.cached_dim, order=cached_order)
     size = config.num_heads * query_dim
     query_norm = queries = None
     if shape.query_rank is None:
@@ -105,17 +106,29 @@ def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
     else:
         first = WeightPart(f"{prefix}.q_a_proj", shape.query_rank)
         query_norm = NormSpec(f"{prefix}.q_a_layernorm", shape.query_rank)
-        part = WeightPart(f"{prefix}.q_b_proj", size, Split.QUERY_HEADS, query_order)
+        part = WeightPart(f"{prefix}.q_b_proj", size, Split.QUERY_HEADS, query_order, scale=shape.query_scale)
         queries = LinearSpec((part,), shape.query_rank)
-    output = WeightPart(f"{prefix}.o_proj", hidden)
+        if shape.has_gates:
+            queries = LinearSpec(_with_gates(config.num_heads, shape, part), 2 * shape.query_rank)
+    to = WeightPart(f"{prefix}.{output}", hidden)
     return LatentAttentionSpec(
         inputs=LinearSpec((first, cached), hidden, config.qkv_bias),
         query_norm=query_norm,
         queries=queries,
         latent_norm=NormSpec(f"{prefix}.kv_a_layernorm", shape.kv_rank),
         expansion=LinearSpec(_expansion(config, shape, prefix), shape.kv_rank),
-        output=LinearSpec((output,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
+        output=LinearSpec((to,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
+        indexer=indexer(config, index, f"{prefix}.indexer"),
     )
+
+
+def _with_gates(num_heads: int, shape: LatentShape, queries: WeightPart) -> tuple[WeightPart, WeightPart]:
+    """Returns the parts for queries and for gates of values, which one tensor has for each head."""
+    query_dim = shape.plain_dim + shape.rope_dim
+    rows = query_dim + shape.value_dim
+    pieces = HeadPiece(rows, 0, query_dim), HeadPiece(rows, query_dim, shape.value_dim)
+    queries = queries._replace(piece=pieces[0], stored_rows=num_heads * rows)
+    return queries, queries._replace(out_features=num_heads * shape.value_dim, order=None, piece=pieces[1])
 
 
 def _expansion(config: ModelConfig, shape: LatentShape, prefix: str) -> tuple[WeightPart, ...]:
@@ -128,6 +141,7 @@ def _expansion(config: ModelConfig, shape: LatentShape, prefix: str) -> tuple[We
             Split.QUERY_HEADS,
             piece=HeadPiece(of_head, first, size),
             stored_rows=config.num_heads * of_head,
+            scale=shape.latent_scale,
             elsewhere=WeightPart(f"{prefix}.{apart}", config.num_heads * size, Split.QUERY_HEADS),
         )
         for apart, first, size in (

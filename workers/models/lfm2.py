@@ -11,18 +11,8 @@ from manta.workers.models.dense import FULL, read_dense, read_head_dim, read_rop
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import MOST_WHOLE, RawConfig
 from manta.workers.models.recurrent_shapes import StateShape
-from manta.workers.models.specs import (
-    AttentionSpec,
-    DecoderSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    ShortConvSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, GatedMlpSpec, LayerSpec, ShortConvSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 ARCHITECTURE = "Lfm2ForCausalLM"
 

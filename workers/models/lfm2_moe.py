@@ -8,7 +8,8 @@ from manta.workers.models import lfm2
 from manta.workers.models.experts import read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, WeightPart
 
 ARCHITECTURE = "Lfm2MoeForCausalLM"
 

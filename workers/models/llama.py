@@ -10,16 +10,8 @@ from manta.workers.models.dense import read_dense
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.row_places import HeadOrder
-from manta.workers.models.specs import (
-    AttentionSpec,
-    DecoderSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    Split,
-    WeightPart,
-)
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, GatedMlpSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 ARCHITECTURE = "LlamaForCausalLM"
 

@@ -13,11 +13,8 @@ from manta.workers.models.experts import experts, read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, QueryGrowth
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.smollm3 import read_rotations
-from manta.workers.models.specs import (
-    DecoderSpec,
-    LayerSpec,
-    NormSpec,
-)
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec
 
 ARCHITECTURE = "Llama4ForCausalLM"
 

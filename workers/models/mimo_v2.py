@@ -11,7 +11,8 @@ from manta.workers.models.dense import FULL, SLIDING, read_dense, read_head_dim,
 from manta.workers.models.experts import DENSE, SPARSE
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, Split, WeightPart
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 
 ARCHITECTURE = "MiMoV2FlashForCausalLM"
 

@@ -12,17 +12,8 @@ from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, read_kinds, with_states
 from manta.workers.models.recurrent_shapes import LightningShape, RecurrentKind
-from manta.workers.models.specs import (
-    DecoderSpec,
-    ExpertsSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    RecurrentSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, Split, TensorSpec, WeightPart
 
 ARCHITECTURE = "MiniMaxForCausalLM"
 

@@ -172,6 +172,39 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """Width of a head's value."""
     norm_eps: float = 1e-6
     """The constant in the norms of the latent vectors, which is not that of the layers."""
+    query_scale: float = 1.0
+    """Factor on the queries that are products of a latent vector (LongCat-Flash)."""
+    latent_scale: float = 1.0
+    """Factor on the normed latent vector of keys and values."""
+    has_gates: bool = False
+    """Whether queries are products of their latent vector with and without its norm, and other products of these are
+    numbers whose sigmoids multiply the values (A.X K2).
+    """
+
+    @property
+    def cached_dim(self) -> int:
+        """Width of what is cached of a token for attention: the latent vector and the rotated key."""
+        return self.kv_rank + self.rope_dim
+
+
+class IndexerShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice of the tokens that attention reads (DeepSeek-V3.2, 2025, section 2.1), which
+    `workers/decoders/sparse_attention.py` computes.
+    """
+
+    num_heads: int
+    head_dim: int
+    """Width of a head, and of the key that is cached beside a latent vector."""
+    num_chosen: int
+    """The largest number of tokens that a token attends to."""
+    shared_layers: tuple[int, ...] = ()
+    """Layers without an indexer, which attend to the tokens that the last one before them chose."""
+    is_interleaved: bool = False
+    """Whether neighbouring dimensions rotate together, instead of the two halves of those that rotate."""
+    rotates_last: bool = False
+    """Whether the last dimensions of a head rotate, instead of the first."""
+    norm_eps: float = 1e-6
+    """The constant in the norm of the keys."""
 
 
 class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,10 +229,13 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a layer and their router, which is the same in all layers that have experts."""
 
     num_experts: int
+    """Experts among which the router chooses."""
     num_chosen: int
     """Experts that compute each token."""
     intermediate_size: int
     """The inner width of an expert."""
+    num_identity: int = 0
+    """How many of the experts, the last ones, return what they get (LongCat-Flash)."""
     scores: str = "softmax"
     """The function that makes scores of the router's logits: `softmax` over all experts, or `sigmoid`."""
     normalises: bool = False
@@ -211,24 +247,38 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_chosen_groups: int = 1
     ranks_groups_by: int = 1
     """Number of a group's best scores whose sum ranks it."""
+    scores_others_zero: bool = False
+    """Whether experts of groups that are not searched have the score 0 for the choice, instead of none (A.X K2)."""
     has_choice_bias: bool = False
     """Whether a bias is added to the scores for the choice alone, in families that may do without one."""
     scales_inputs: bool = False
     """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
     shared_intermediate_size: int = 0
     """The inner width of the expert that computes every token; 0 if there is none."""
+    may_skip: bool = False
+    """Whether the router has one more score, that of an expert that adds nothing (ZAYA)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
 
+    @property
+    def num_computing(self) -> int:
+        """Number of experts that have weights, the first ones."""
+        return self.num_experts - self.num_identity
+
+    @property
+    def num_scores(self) -> int:
+        """Number of the router's scores of a token."""
+        return self.num_experts + self.may_skip
+
 
 class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of attention and an MLP that several layers share (Zamba 2)."""
+    """Blocks of attention and an MLP that several layers share (Zamba)."""
 
     owners: tuple[int | None, ...]
     """The layer under whose name the checkpoint has the block of each layer; None for a layer without one."""
-    rank: int
-    """The rank of what each layer adds to the weights of its block."""
-    adapts_attention: bool
+    rank: int = 0
+    """The rank of what each layer adds to the weights of its block; 0 for nothing."""
+    adapts_attention: bool = False
     """Whether layers add to the weights of attention too."""
 
 
@@ -296,8 +346,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
-    has_alibi: bool = False
-    """Whether cached keys hold the bias of their position too (ALiBi; `workers/decoders/alibi.py`)."""
+    has_key_bias: bool = False
+    """Whether cached keys hold a bias too, such as that of their position (ALiBi; `workers/decoders/key_bias.py`)."""
     quantization: Quantization | None = None
     """Storage formats of the linears' weights; None if all are floating-point numbers."""
     sampling_defaults: tuple[tuple[str, float], ...] = ()
@@ -313,16 +363,26 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
     experts: ExpertsConfig | None = None
     """The experts of layers; None if every layer has one MLP."""
+    router_size: int = 0
+    """Width of the MLP before the router; 0 for none."""
     latent: LatentShape | None = None
     """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
-    and `head_dim` is the width of a cached token: the latent vector and the rotated key.
+    and `head_dim` is the width of a cached token: the latent vector, the rotated key, and perhaps an indexer's key.
     """
+    indexer: IndexerShape | None = None
+    """The choice of the tokens that latent attention reads; None if it reads all."""
     windows_are_chunks: bool = False
     """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
     query_growth: QueryGrowth | None = None
     """A factor on queries that grows with their position; None for none."""
     has_head_norms: bool = False
     """Whether a family whose checkpoints may have norms over each query and key head has them."""
+    norm_gate_rank: int = 0
+    """The inner width of the gates on norms (A.X K2); 0 for none."""
+    has_head_gates: bool = False
+    """Whether a family whose checkpoints may have a gate for each head of attention has them."""
+    has_output_norms: bool = False
+    """Whether a family whose checkpoints may have norms after mixer and MLP has them."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None

@@ -13,16 +13,8 @@ from manta.workers.models.mamba2 import OF_TRAINING
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, StateSpaceKeys, StateSpaceSizes, read_state_space, state_space
-from manta.workers.models.specs import (
-    DecoderSpec,
-    ExpertsSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    Split,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 ARCHITECTURE = "NemotronHForCausalLM"
 

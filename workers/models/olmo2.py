@@ -10,7 +10,8 @@ from manta.workers.models import llama
 from manta.workers.models.dense import read_dense
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec, Split
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import NormSpec, Split
 
 ARCHITECTURE = "Olmo2ForCausalLM"
 NORM_EPS = ("rms_norm_eps", 1e-5)

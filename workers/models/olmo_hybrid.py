@@ -12,16 +12,8 @@ from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, output, read_kinds, with_states
 from manta.workers.models.recurrent_shapes import DeltaShape, RecurrentKind
-from manta.workers.models.specs import (
-    DecoderSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    RecurrentSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, LayerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 ARCHITECTURE = "OlmoHybridForCausalLM"
 

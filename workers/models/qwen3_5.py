@@ -13,17 +13,8 @@ from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, output, read_delta_shape, read_kinds, stored_together, with_states
 from manta.workers.models.recurrent_shapes import DeltaShape, RecurrentKind
 from manta.workers.models.row_places import HeadPiece
-from manta.workers.models.specs import (
-    AttentionSpec,
-    DecoderSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    RecurrentSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, LayerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
 
@@ -91,8 +82,12 @@ def _delta_net(config: ModelConfig, prefix: str) -> RecurrentSpec:
     return delta_net(config, prefix, shape, (*mixed.stored_as(f"{prefix}.in_proj_qkv").parts, *gates))
 
 
-def delta_net(config: ModelConfig, prefix: str, shape: DeltaShape, inputs: tuple[WeightPart, ...]) -> RecurrentSpec:
-    """Returns a gated delta net, whose `inputs` give what `workers/decoders/mixers/gated_delta.py` reads."""
+def delta_net(
+    config: ModelConfig, prefix: str, shape: DeltaShape, inputs: tuple[WeightPart, ...], norm: str = "norm"
+) -> RecurrentSpec:
+    """Returns a gated delta net, whose `inputs` give what `workers/decoders/mixers/gated_delta.py` reads. `norm` is the
+    name of the norm of its results.
+    """
     heads = (shape.num_value_heads,)
     return RecurrentSpec(
         RecurrentKind.GATED_DELTA,
@@ -103,6 +98,6 @@ def delta_net(config: ModelConfig, prefix: str, shape: DeltaShape, inputs: tuple
             "kernel": stored_together(f"{prefix}.conv1d.weight", shape.sizes, (Split.CHANNELS,) * 3, 1, shape.width),
             "rates": (TensorSpec(f"{prefix}.A_log", heads, is_log_rate=True),),
             "time_bias": (TensorSpec(f"{prefix}.dt_bias", heads),),
-            "norm": (TensorSpec(f"{prefix}.norm.weight", (shape.value_dim,), Split.NOTHING),),
+            "norm": (TensorSpec(f"{prefix}.{norm}.weight", (shape.value_dim,), Split.NOTHING),),
         },
     )

@@ -9,7 +9,8 @@ from manta.workers.models.qwen3_moe import read_dense_layers
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent_shapes import DeltaShape
 from manta.workers.models.row_places import HeadPiece
-from manta.workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, Split, WeightPart
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
 

@@ -70,6 +70,13 @@ class RawValue(NamedTuple):
             raise self.refused(str(least) if least == most else f"an integer from {least} to {most}")
         return value
 
+    def even(self, default: int) -> int:
+        """Returns an even integer from 2."""
+        number = self.whole(default)
+        if number % 2:
+            raise self.refused(f"an even number instead of {number}")
+        return number
+
     def wholes(self, least: int = 1) -> tuple[int, ...]:
         """Returns a list of integers."""
         return tuple(item.whole(least=least) for item in self.items())
@@ -177,12 +184,13 @@ class RawConfig:
 
     def respelled(self, usual: Mapping[str, tuple[str, Any]]) -> RawConfig:
         """Returns the same object, in which values of other spellings stand under the keys of `usual`: for each the
-        spelling in the file, and the value of a key that is missing or null.
+        other spelling in the file, and the value of a key that is missing or null in both.
         """
-        given = {key: self[spelled].value for key, (spelled, _) in usual.items()}
-        values = {key: default if given[key] is None else given[key] for key, (_, default) in usual.items()}
-        spellings = {key: spelled for key, (spelled, _) in usual.items()}
-        return RawConfig({**self._values, **values}, self._file, self._prefix, self._keys_read, spellings)
+        spellings = {key: spelled for key, (spelled, _) in usual.items() if self[spelled].value is not None}
+        own = {key: self._values[spelled] for key, spelled in spellings.items()}
+        defaults = {key: default for key, (_, default) in usual.items()}
+        plain = self.completed(defaults, own)
+        return RawConfig(plain.values, self._file, self._prefix, self._keys_read, spellings)
 
     def objects(self) -> Iterator[RawValue]:
         """Yields the values that are objects."""

@@ -19,17 +19,8 @@ from manta.workers.models.recurrent_shapes import (
     SelectiveShape,
     StateSpaceShape,
 )
-from manta.workers.models.specs import (
-    DecoderSpec,
-    LayerSpec,
-    LinearSpec,
-    MixerSpec,
-    NormSpec,
-    RecurrentSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, LayerSpec, MixerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 LINEAR = "linear_attention"
 """The kind of a layer with a recurrent state."""
@@ -53,14 +44,16 @@ def read_kinds(raw: RawConfig, num_layers: int, usual: Callable[[], Sequence[str
 
 
 def with_states(config: ModelConfig, kinds: Sequence[str], shape: RecurrentShape) -> ModelConfig:
-    """Returns the same model, whose layers of the kind `LINEAR` have a recurrent mixer instead of attention."""
+    """Returns the same model, whose layers of the kind `LINEAR` have a recurrent mixer instead of attention. A trial
+    takes as many layers as before, or as many more as it takes to meet every kind.
+    """
     state = shape.state
     return msgspec.structs.replace(
         config,
         recurrent=shape,
         layer_states=tuple(state if kind == LINEAR else None for kind in kinds),
-        layer_attends=tuple(kind == FULL for kind in kinds),
-        num_trial_layers=trial_layers(kinds),
+        layer_attends=tuple(kind != LINEAR for kind in kinds),
+        num_trial_layers=max(config.num_trial_layers, trial_layers(kinds)),
     )
 
 

@@ -21,6 +21,9 @@ class RecurrentKind(enum.Enum):
     SELECTIVE_SCAN = "selective_scan"
     LIGHTNING = "lightning"
     MATRIX_MEMORY = "matrix_memory"
+    RG_LRU = "rg_lru"
+    CONVOLVED_ATTENTION = "convolved_attention"
+    """Attention behind convolutions, which `workers/decoders/convolved_attention.py` computes, with keys and values."""
 
 
 class StateShape(msgspec.Struct, frozen=True):
@@ -62,6 +65,9 @@ class DeltaShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     norm_eps: float
     beta_scale: float = 1.0
     """Factor on the rates of the delta rule; with 2 a state may change its sign (Grazzi et al., 2025)."""
+    least_log_decay: float = 0.0
+    """Bound of the logarithms of decays, which are this number times sigmoids (Ling 3); 0 for softplus without a bound.
+    """
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -147,6 +153,12 @@ class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the convolution has a bias."""
     has_bias: bool = False
     """Whether the linears from and to the hidden state have biases."""
+    num_heads: int = 1
+    """Equal parts of the channels, each of which makes time steps, B and C of its own (Zamba)."""
+
+    def of_head(self, linear: str, head: int) -> str:
+        """Returns the name of a head's linear `selection` or `time` among the inputs of the mixer."""
+        return linear if self.num_heads == 1 else f"{linear} {head}"
 
     @property
     def selected(self) -> int:
@@ -200,4 +212,57 @@ class MatrixMemoryShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self, num_heads=self.num_heads // num_ranks)
 
 
-RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape | LightningShape | MatrixMemoryShape
+class RgLruShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Real-gated linear recurrent units (Griffin; De et al., 2024)."""
+
+    num_heads: int
+    """Equal parts of the channels, each of which makes its gates of its own channels."""
+    head_dim: int
+    width: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def state(self) -> StateShape:
+        """The window of the convolution and the states of the channels."""
+        return StateShape(((self.num_heads, self.head_dim, self.width - 1), (self.channels, 1, 1)))
+
+    def share(self, num_ranks: int) -> RgLruShape:
+        return msgspec.structs.replace(self, num_heads=self.num_heads // num_ranks)
+
+
+class ConvolvedShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Attention whose queries and keys go through two convolutions (CCA; Figliolia et al., 2025). No ranks split it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Number of first dimensions of each head that rotate."""
+    first_width: int
+    """Tokens that the convolution of each channel sees."""
+    second_width: int
+    """Results of the first convolution that the one over the channels of a head sees."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The widths of queries, of keys, and of the two halves of values."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, keys // 2, keys // 2
+
+    @property
+    def state(self) -> StateShape:
+        """The window of queries and keys, and the half of the values that the next token has."""
+        window = (sum(self.sizes[:2]), self.first_width + self.second_width - 2)
+        return StateShape((window, (self.sizes[3], 1)))
+
+    def share(self, num_ranks: int) -> ConvolvedShape:
+        return self
+
+
+RecurrentShape = (
+    DeltaShape | StateSpaceShape | SelectiveShape | LightningShape | MatrixMemoryShape | RgLruShape | ConvolvedShape
+)

@@ -1,4 +1,4 @@
-"""The description of a model's weights: its tensors, the linears that they form, and how ranks split them.
+"""The description of a model's weights: its layers and what is around them.
 
 A description holds only names and sizes and imports no framework, so the workers of all frameworks read it. The names
 are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (Shoeybi et al., 2019).
@@ -6,139 +6,13 @@ are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from manta.workers.models.model_config import IndexerShape
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
-from manta.workers.models.row_places import ExpertRows, HeadOrder, HeadPiece, TailOrder
-
-
-class Split(enum.Enum):
-    """The way in which ranks split the outputs of a linear."""
-
-    NOTHING = enum.auto()
-    """Every rank has all outputs."""
-    QUERY_HEADS = enum.auto()
-    KV_HEADS = enum.auto()
-    """KV heads; with fewer heads than ranks, several ranks hold the same head."""
-    INNER = enum.auto()
-    """The inner width of the MLP."""
-    VOCABULARY = enum.auto()
-    """Rows of the vocabulary, padded with zeros on the last ranks."""
-    CHANNELS = enum.auto()
-    """Channels or heads of a recurrent mixer."""
-    OUTPUTS = enum.auto()
-    """Outputs without a structure, where ranks do not split the inputs and sum (`workers/parallel/split.py`)."""
-
-
-class NormSpec(NamedTuple):
-    """The weight of a norm: the tensor `NAME.weight` [size]."""
-
-    name: str
-    size: int
-    adds_one: bool = False
-    """Whether the tensor holds the weight less one (Gemma)."""
-    split: Split = Split.NOTHING
-    """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
-    order: HeadOrder | None = None
-    """The order in which the numbers of a head's norm are read, that of the head's rows."""
-    is_stored: bool = True
-    """Whether there is a tensor. Otherwise the weight is one."""
-    elsewhere: str | None = None
-    """The name in checkpoints that store it under another one; None if all have one name."""
-
-
-class TensorSpec(NamedTuple):
-    """A tensor of a recurrent mixer that is neither a linear's weight nor a norm's. Ranks split its first dimension."""
-
-    name: str
-    """The whole name in the checkpoint."""
-    shape: tuple[int, ...]
-    split: Split = Split.CHANNELS
-    first_row: int = 0
-    """The first row in the stored tensor."""
-    stored_rows: int | None = None
-    """Number of rows of the stored tensor, of which this one is a piece; None if it is the whole tensor."""
-    stored_shape: tuple[int, ...] | None = None
-    """The shape of the stored tensor, if it has more dimensions than `shape`; None otherwise."""
-    is_log_rate: bool = False
-    """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
-
-
-class WeightPart(NamedTuple):
-    """A linear as a checkpoint stores it: `NAME.weight` [out_features, in_features] and perhaps `NAME.bias`."""
-
-    name: str
-    out_features: int
-    split: Split = Split.NOTHING
-    order: HeadOrder | TailOrder | None = None
-    """The order in which rows are read; None for the checkpoint's."""
-    piece: HeadPiece | None = None
-    """The rows of each head, if the stored tensor has others too; with it `first_row` is not used."""
-    first_row: int = 0
-    """The part's first row in the stored tensor."""
-    stored_rows: int | None = None
-    """Number of rows of the stored tensor, of which this part is a piece; None if it is the whole tensor."""
-    expert: ExpertRows | None = None
-    """The place in a tensor of all experts, named `NAME` and `NAME_bias`; None if the tensors are the part's own."""
-    scale: float = 1.0
-    """Factor on the part's outputs, by which its weight and its bias are multiplied."""
-    elsewhere: WeightPart | None = None
-    """The same part in checkpoints that store it in another way; None if all store it in one."""
-
-    @property
-    def weight_name(self) -> str:
-        return f"{self.name}.weight" if self.expert is None else self.name
-
-    @property
-    def bias_name(self) -> str:
-        return f"{self.name}.bias" if self.expert is None else f"{self.name}_bias"
-
-
-class LinearSpec(NamedTuple):
-    """One linear: parts with the same input, whose outputs are concatenated."""
-
-    parts: tuple[WeightPart, ...]
-    in_features: int
-    has_bias: bool = False
-    is_gated: bool = False
-    """The first of two parts gates the second: the result is `activation(gate) * up` (Shazeer, 2020)."""
-    splits_inputs: bool = False
-    """Whether ranks split the inputs and sum their outputs."""
-    activation: str | None = None
-    """The function of the outputs of a linear without gates, a key of `reference.ACTIVATIONS`; None for none."""
-    gate_sparsity: float = 0.0
-    """The part of a token's gates that are turned off, if they are normally distributed (Gemma 3n); 0 for none."""
-
-    @property
-    def name(self) -> str:
-        return " + ".join(dict.fromkeys(part.name for part in self.parts))
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight."""
-        return sum(part.out_features for part in self.parts)
-
-    def stored_as(self, name: str) -> LinearSpec:
-        """Returns the same linear, whose parts the checkpoint stores as one tensor, one after the other."""
-        starts = [sum(part.out_features for part in self.parts[:index]) for index in range(len(self.parts))]
-        pieces = tuple(
-            part._replace(name=name, first_row=start, stored_rows=self.out_features)
-            for part, start in zip(self.parts, starts, strict=True)
-        )
-        return self._replace(parts=pieces)
-
-    def or_as(self, other: LinearSpec) -> LinearSpec:
-        """Returns the same linear, whose parts some checkpoints store as those of `other`."""
-        pairs = zip(self.parts, other.parts, strict=True)
-        return self._replace(parts=tuple(part._replace(elsewhere=elsewhere) for part, elsewhere in pairs))
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ranks gather the inputs before and the outputs after."""
-        return any(part.split is Split.OUTPUTS for part in self.parts)
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 
 class AttentionSpec(NamedTuple):
@@ -157,7 +31,9 @@ class AttentionSpec(NamedTuple):
     and has no value.
     """
     gate: LinearSpec | None = None
-    """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
+    """The linear from hidden states to numbers whose sigmoids multiply the attended values: one for each value
+    (Qwen3-Next), or one for each head (LFM3).
+    """
     v_norm: NormSpec | None = None
     """Norm of each value head over its dimension (Gemma 4)."""
     value_dim: int | None = None
@@ -228,6 +104,24 @@ class RecurrentSpec(NamedTuple):
             yield from pieces
 
 
+class IndexerSpec(NamedTuple):
+    """The part of latent attention that chooses tokens, whose sizes are in `shape`. Each rank has all of it."""
+
+    shape: IndexerShape
+    queries: LinearSpec
+    """The linear from the queries' latent vector to the queries of all of its heads."""
+    keys: LinearSpec
+    """The linear from hidden states to the key."""
+    key_norm: NormSpec
+    key_bias: TensorSpec
+    """[head_dim]: what is added to the normed key."""
+    shares: LinearSpec
+    """The linear from hidden states to a number for each head."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.queries, self.keys, self.shares)
+
+
 class LatentAttentionSpec(NamedTuple):
     """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
 
@@ -243,20 +137,27 @@ class LatentAttentionSpec(NamedTuple):
     expansion: LinearSpec
     """The linear from the cached latent vector to the unrotated keys of all heads, then to their values."""
     output: LinearSpec
+    indexer: IndexerSpec | None = None
+    """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
+    gate: LinearSpec | None = None
+    """The linear from hidden states to a number for each head, whose sigmoid multiplies its values; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
-        yield self.inputs
-        if self.queries is not None:
-            yield self.queries
-        yield from (self.expansion, self.output)
+        linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
+        yield from (linear for linear in linears if linear is not None)
+        if self.indexer is not None:
+            yield from self.indexer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         if self.query_norm is not None:
             yield self.query_norm
         yield self.latent_norm
+        if self.indexer is not None:
+            yield self.indexer.key_norm
 
     def tensors(self) -> Iterator[TensorSpec]:
-        yield from ()
+        if self.indexer is not None:
+            yield self.indexer.key_bias
 
 
 class SideBySideSpec(NamedTuple):
@@ -295,6 +196,21 @@ class GatedMlpSpec(NamedTuple):
         return GatedMlpSpec(self.gated.or_as(other.gated), self.down.or_as(other.down))
 
 
+class DeepRouterSpec(NamedTuple):
+    """An MLP before a router (ZAYA): `linear(norm(down(x) + scale * that of the layer before))`, with GELU after each
+    linear.
+    """
+
+    down: LinearSpec
+    previous_scale: str | None
+    """The tensor [width] of factors on the rows of the layer before; None in the first layer."""
+    norm: NormSpec
+    hidden: tuple[LinearSpec, LinearSpec]
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.down, *self.hidden)
+
+
 class ExpertsSpec(NamedTuple):
     """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
     summed. `ExpertsConfig` says how it chooses.
@@ -304,13 +220,26 @@ class ExpertsSpec(NamedTuple):
     experts: tuple[GatedMlpSpec, ...]
     choice_bias: str | None = None
     """The tensor [num_experts] that is added to the scores for the choice alone (DeepSeek-V3)."""
+    may_lack_choice_bias: bool = False
+    """Whether checkpoints without this tensor are served, as if it were zeros (A.X K1)."""
     shared: GatedMlpSpec | None = None
     """The expert that computes every token."""
     shared_gate: LinearSpec | None = None
     """The linear to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE)."""
+    held: range | None = None
+    """The experts that this rank has, whole; None if it has its share of each one."""
+    deep_router: DeepRouterSpec | None = None
+    """What comes before `router`; None if it reads what experts read."""
+
+    @property
+    def own(self) -> tuple[GatedMlpSpec, ...]:
+        """The experts that this rank has, or of which it has a share."""
+        return self.experts if self.held is None else self.experts[self.held.start : self.held.stop]
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router
+        if self.deep_router is not None:
+            yield from self.deep_router.linears()
         for expert in self.experts:
             yield from expert
         if self.shared is not None:
@@ -354,7 +283,7 @@ class LowRankSpec(NamedTuple):
 
 
 class SharedBlockSpec(NamedTuple):
-    """Attention and an MLP before a layer's mixer (Zamba 2). They read the residual stream and the embedding, one after
+    """Attention and an MLP before a layer's mixer (Zamba). They read the residual stream and the embedding, one after
     the other, and their result is added to what the mixer reads. Several layers share all weights but low-rank ones.
     """
 
@@ -365,7 +294,8 @@ class SharedBlockSpec(NamedTuple):
     mlp_norm: NormSpec
     mlp: GatedMlpSpec
     """The MLP, whose linear to gates and what they let through has no activation."""
-    mlp_adapter: LowRankSpec
+    mlp_adapter: LowRankSpec | None
+    """The low-rank part of that linear; None for none."""
     result: LinearSpec
     """The layer's own linear from the MLP's result to what is added."""
     mixer_norm: NormSpec
@@ -415,6 +345,16 @@ class StreamsSpec(NamedTuple):
     gather: tuple[LinearSpec, ...]
 
 
+class NormGateSpec(NamedTuple):
+    """Numbers computed of a norm's result, whose sigmoids multiply it (A.X K2): `x * sigmoid(up(silu(down(x))))`."""
+
+    down: LinearSpec
+    up: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from self
+
+
 class LayerInputSpec(NamedTuple):
     """The part that a layer adds to the residual stream after its MLP (Gemma 4):
     `norm(projection(activation(gate(stream)) * input))`, where the input is the layer's own.
@@ -436,6 +376,15 @@ class LayerInputsSpec(NamedTuple):
     width: int
     projection: LinearSpec
     norm: NormSpec
+
+
+class ScalingSpec(NamedTuple):
+    """Biases and factors on a part's result and on the residual stream, before they are added (ZAYA)."""
+
+    update: tuple[str, str]
+    """The tensors [hidden] of the biases, which are added first, and of the factors on the part's result."""
+    stream: tuple[str, str]
+    """Those of the residual stream."""
 
 
 class LayerSpec(NamedTuple):
@@ -466,6 +415,18 @@ class LayerSpec(NamedTuple):
     """The block before the mixer, which has the norm before it; None for none."""
     updates: UpdatesSpec | None = None
     """The updates of several residual streams; None in families with one."""
+    shortcut: ExpertsSpec | None = None
+    """Experts that read what the MLP reads, and whose result is added after the next layer's MLP (LongCat-Flash)."""
+    input_gate: NormGateSpec | None = None
+    """The gate on the result of `input_norm`, and that on `mlp_norm`'s; None for none."""
+    mlp_gate: NormGateSpec | None = None
+    mixer_scaling: ScalingSpec | None = None
+    """Biases and factors where the mixer's result is added; None for none. `mlp_scaling` are those of the MLP's."""
+    mlp_scaling: ScalingSpec | None = None
+
+    @property
+    def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
+        return self.input_gate, self.mlp_gate
 
     @property
     def attention(self) -> AttentionSpec:
@@ -485,7 +446,8 @@ class LayerSpec(NamedTuple):
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.updates):
+        others = self.updates, self.shortcut, *self.norm_gates
+        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, *others):
             if part is not None:
                 yield from part.linears()
 
@@ -508,6 +470,10 @@ class DecoderSpec(NamedTuple):
     """Inputs that each layer has of its own; None in families without them."""
     streams: StreamsSpec | None = None
     """The linears around several residual streams; None in families with one."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that checkpoints may have and no token needs."""
+    embedding_scaling: tuple[str, str] | None = None
+    """The tensors [hidden] of biases and factors on embeddings; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

@@ -36,10 +36,17 @@ class TextFamily(NamedTuple):
 
 
 TEXT_FAMILIES = {
+    "axk1": TextFamily("AXK1ForCausalLM", Sizes(163840, 7168, 18432, 61, 64, None, 32768)),
+    "axk2": TextFamily("AXK2ForCausalLM", Sizes(163840, 2048, 5120, 48, 32, None, 131072)),
+    "bailing_hybrid": TextFamily("BailingHybridForCausalLM", Sizes(157184, 2560, 6144, 42, 32, None, None)),
     "bamba": TextFamily("BambaForCausalLM", Sizes(128000, 4096, 14336, 32, 32, 8, 262144)),
     "cohere2": TextFamily("Cohere2ForCausalLM", Sizes(256000, 8192, 22528, 40, 64, None, 8192)),
     "deepseek_v2": TextFamily("DeepseekV2ForCausalLM", Sizes(102400, 4096, 11008, 32, 32, None, 2048)),
     "deepseek_v3": TextFamily("DeepseekV3ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 4096)),
+    "deepseek_v32": TextFamily("DeepseekV32ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 163840)),
+    "emu3_text_model": TextFamily(
+        "LlamaForCausalLM", Sizes(184622, 4096, 14336, 32, 32, 8, 9216), {"rms_norm_eps": 1e-05, "rope_theta": 1e6}
+    ),
     "falcon_h1": TextFamily("FalconH1ForCausalLM", Sizes(128000, 4096, 14336, 32, 32, 8, 8192)),
     "falcon_mamba": TextFamily("FalconMambaForCausalLM", Sizes(50280, 768, None, 32, None, None, None)),
     "gemma2": TextFamily("Gemma2ForCausalLM", Sizes(256000, 2304, 9216, 26, 8, 4, 8192)),
@@ -55,6 +62,7 @@ TEXT_FAMILIES = {
     "glm4": TextFamily("Glm4ForCausalLM", Sizes(151552, 4096, 13696, 40, 32, 2, 131072)),
     "glm4_moe": TextFamily("Glm4MoeForCausalLM", Sizes(151552, 4096, 10944, 46, 96, 8, 131072)),
     "glm4_moe_lite": TextFamily("Glm4MoeLiteForCausalLM", Sizes(154880, 2048, 10240, 47, 20, None, 202752)),
+    "glm_moe_dsa": TextFamily("GlmMoeDsaForCausalLM", Sizes(154880, 6144, 12288, 78, 64, None, 202752)),
     "glm4v_moe_text": TextFamily("Glm4MoeForCausalLM", Sizes(151424, 4096, 10944, 46, 96, 8, 65536)),
     "glm4v_text": TextFamily("Glm4vTextModel", Sizes(151552, 4096, 13696, 40, 32, 2, 32768)),
     "glm_ocr_text": TextFamily(
@@ -96,10 +104,13 @@ TEXT_FAMILIES = {
     "jamba": TextFamily("JambaForCausalLM", Sizes(65536, 4096, 14336, 32, 32, 8, 262144)),
     "kimi_k2": TextFamily("DeepseekV3ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 4096)),
     "kimi_linear": TextFamily("KimiLinearForCausalLM", Sizes(163840, 2304, 9216, 27, 32, None, None)),
+    "lara_mini": TextFamily("LaraMiniForCausalLM", Sizes(151936, 1024, None, 34, 16, 4, 131072)),
     "lfm2": TextFamily("Lfm2ForCausalLM", Sizes(65536, 2560, 12288, 32, 32, 8, 128000)),
     "lfm2_moe": TextFamily("Lfm2MoeForCausalLM", Sizes(65536, 2048, 7168, 32, 32, 8, 128000)),
+    "lfm3": TextFamily("Lfm3ForCausalLM", Sizes(128000, 2048, 7680, 24, 16, 4, 128000)),
     "llama": TextFamily("LlamaForCausalLM", Sizes(32000, 4096, 11008, 32, 32, None, 2048)),
     "llama4_text": TextFamily("Llama4ForCausalLM", Sizes(202048, 5120, 8192, 48, 40, 8, 131072)),
+    "longcat_flash": TextFamily("LongcatFlashForCausalLM", Sizes(131072, 6144, None, None, 64, None, 131072)),
     "mamba": TextFamily("MambaForCausalLM", Sizes(50280, 768, None, 32, None, None, None)),
     "mamba2": TextFamily("Mamba2ForCausalLM", Sizes(32768, 4096, None, 64, None, None, None)),
     "mimo_v2_flash": TextFamily("MiMoV2FlashForCausalLM", Sizes(152576, 4096, 16384, 48, 64, 4, 131072)),
@@ -164,11 +175,14 @@ TEXT_FAMILIES = {
     "qwen3_vl_text": TextFamily(
         "Qwen3ForCausalLM", Sizes(151936, 4096, 22016, 32, 32, None, 128000), {"rope_theta": 500000.0}
     ),
+    "recurrent_gemma": TextFamily("RecurrentGemmaForCausalLM", Sizes(256000, 2560, 7680, 26, 10, None, None)),
     "seed_oss": TextFamily("SeedOssForCausalLM", Sizes(155136, 4096, 27648, 64, 80, 8, 524288)),
     "smollm3": TextFamily("SmolLM3ForCausalLM", Sizes(128256, 2048, 11008, 36, 16, 4, 32768)),
     "vaultgemma": TextFamily("VaultGemmaForCausalLM", Sizes(256000, 2304, 9216, 26, 8, 4, 8192)),
     "xlstm": TextFamily("xLSTMForCausalLM", Sizes(50304, 4096, None, 32, None, None, None)),
     "youtu": TextFamily("YoutuForCausalLM", Sizes(128256, 2048, 6144, 32, 16, None, 131072)),
+    "zamba": TextFamily("ZambaForCausalLM", Sizes(32000, 3712, 14848, 76, 16, None, 4096)),
     "zamba2": TextFamily("Zamba2ForCausalLM", Sizes(32000, 2560, None, 54, 32, None, 4096)),
+    "zaya": TextFamily("ZayaForCausalLM", Sizes(262272, 2048, None, 40, 8, 2, 131072)),
 }
 """The families by the `model_type` of the text decoder's configuration."""

@@ -9,8 +9,15 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import LightningShape, MatrixMemoryShape
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
+from manta.workers.models.recurrent_shapes import RecurrentKind
+from manta.workers.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    SideBySideSpec,
+)
 
 
 class Variant(enum.Enum):
@@ -30,15 +37,23 @@ class Variant(enum.Enum):
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
     EXPERTS_BESIDE = "experts beside an MLP"
+    SHORTCUT = "experts whose result is added a layer later"
+    IDENTITY = "experts that return what they get"
     OTHER_ROUTERS = "routers other than a softmax over the experts"
     SCALED_INPUTS = "shares that multiply what experts get"
+    GATED_NORMS = "gates on the results of norms"
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     LIGHTNING = "lightning attention"
-    SHARED_BLOCKS = "blocks that layers share"
     MATRIX_MEMORY = "matrix memories"
+    GATED_LINEAR_UNITS = "real-gated linear recurrent units"
+    SHARED_BLOCKS = "blocks that layers share"
+    CONVOLVED_ATTENTION = "attention behind convolutions"
+    DEEP_ROUTER = "routers behind an MLP"
+    SCALED_STREAM = "factors on the residual stream"
     LATENT = "latent attention"
+    SPARSE = "attention to tokens that an indexer chooses"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
     LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
@@ -54,23 +69,49 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": frozenset({Variant.MATRIX_MEMORY}),
+    "cuda": frozenset(
+        {
+            Variant.MATRIX_MEMORY,
+            Variant.SPARSE,
+            Variant.IDENTITY,
+            Variant.CONVOLVED_ATTENTION,
+            Variant.DEEP_ROUTER,
+            Variant.SCALED_STREAM,
+        }
+    ),
     "tpu": frozenset(
         {
+            Variant.SPARSE,
             Variant.CHUNKS,
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
             Variant.EXPERTS_BESIDE,
+            Variant.SHORTCUT,
+            Variant.IDENTITY,
+            Variant.SCALED_INPUTS,
             Variant.NORMED_STREAM,
             Variant.LIGHTNING,
             Variant.MATRIX_MEMORY,
+            Variant.GATED_LINEAR_UNITS,
             Variant.SHARED_BLOCKS,
-            Variant.SCALED_INPUTS,
+            Variant.GATED_NORMS,
+            Variant.CONVOLVED_ATTENTION,
+            Variant.DEEP_ROUTER,
+            Variant.SCALED_STREAM,
         }
     ),
 }
 """Variants that a device does not compute, by the name of the device."""
+
+
+OF_KINDS = {
+    RecurrentKind.LIGHTNING: Variant.LIGHTNING,
+    RecurrentKind.MATRIX_MEMORY: Variant.MATRIX_MEMORY,
+    RecurrentKind.RG_LRU: Variant.GATED_LINEAR_UNITS,
+    RecurrentKind.CONVOLVED_ATTENTION: Variant.CONVOLVED_ATTENTION,
+}
+"""The variants of kinds of recurrent mixers that not every device with recurrent states computes."""
 
 
 def variants_of(config: ModelConfig) -> frozenset[Variant]:
@@ -92,10 +133,14 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.EXPERTS_BESIDE: any(layer.beside is not None for layer in layers),
+        Variant.SHORTCUT: any(layer.shortcut is not None for layer in layers),
+        Variant.IDENTITY: config.experts is not None and config.experts.num_identity > 0,
         Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
         Variant.SCALED_INPUTS: config.experts is not None and config.experts.scales_inputs,
+        Variant.GATED_NORMS: config.norm_gate_rank > 0,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
+        Variant.SPARSE: config.indexer is not None,
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
@@ -104,14 +149,17 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
         Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
-        Variant.LIGHTNING: isinstance(config.recurrent, LightningShape),
-        Variant.MATRIX_MEMORY: isinstance(config.recurrent, MatrixMemoryShape),
         Variant.SHARED_BLOCKS: config.shared_blocks is not None,
+        Variant.DEEP_ROUTER: any(isinstance(layer.mlp, ExpertsSpec) and layer.mlp.deep_router for layer in layers),
+        Variant.SCALED_STREAM: spec.embedding_scaling is not None
+        or any(layer.mixer_scaling or layer.mlp_scaling for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
     }
-    return frozenset(variant for variant, is_there in found.items() if is_there)
+    kinds = {layer.mixer.kind for layer in layers if isinstance(layer.mixer, RecurrentSpec)}
+    of_kinds = {OF_KINDS[kind] for kind in kinds if kind in OF_KINDS}
+    return frozenset(variant for variant, is_there in found.items() if is_there) | of_kinds
 
 
 def _is_plain_router(experts: ExpertsConfig) -> bool:

@@ -27,6 +27,7 @@ WRAPPERS = {
     "Cohere2VisionForConditionalGeneration": Wrapper("cohere2"),
     "DeepseekVLForConditionalGeneration": Wrapper("llama"),
     "DeepseekVLHybridForConditionalGeneration": Wrapper("llama"),
+    "Emu3ForConditionalGeneration": Wrapper("emu3_text_model"),
     "FastVlmForConditionalGeneration": Wrapper("qwen2"),
     "Gemma3ForConditionalGeneration": Wrapper("gemma3_text"),
     "Gemma3nForConditionalGeneration": Wrapper("gemma3n_text"),
@@ -51,6 +52,7 @@ WRAPPERS = {
     "KimiK25ForConditionalGeneration": Wrapper("deepseek_v3"),
     "KimiVLForConditionalGeneration": Wrapper("deepseek_v3"),
     "Lfm2VlForConditionalGeneration": Wrapper("lfm2"),
+    "Lfm3VlForConditionalGeneration": Wrapper("lfm3"),
     "LightOnOcrForConditionalGeneration": Wrapper("qwen3"),
     "Llama4ForConditionalGeneration": Wrapper("llama4_text"),
     "LlavaForConditionalGeneration": Wrapper("llama"),
@@ -89,6 +91,10 @@ WRAPPERS = {
 """Architectures that compute text alone as their decoder does."""
 TEXT_PATHS = tuple(sorted({".".join((*each.path, "")) for each in WRAPPERS.values()}))
 """Beginnings of the names of keys in text decoders' configurations."""
+DECODERS = {"Emu3ForCausalLM": "emu3_text_model", "Gemma4UnifiedForCausalLM": "gemma4_unified_text"}
+"""Architectures of text decoders alone that compute as a native family under another name, and the `model_type` of
+their configurations.
+"""
 _DTYPES = ("dtype", "torch_dtype")
 """Keys of the dtype, which may stand beside the text decoder's configuration instead of in it."""
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -103,6 +109,15 @@ _OF_PICTURES = (
     "vision_token_id",
 )
 """Keys beside those of a flat configuration's text decoder."""
+
+
+def bare_decoder(raw: RawConfig) -> tuple[str, RawConfig] | None:
+    """Returns the native architecture of an architecture in `DECODERS` and its configuration; None for another one."""
+    model_type = DECODERS.get(raw.architecture or "")
+    if model_type is None:
+        return None
+    family = TEXT_FAMILIES[model_type]
+    return family.architecture, raw.completed(family.usual, {})
 
 
 def text_decoder(raw: RawConfig) -> tuple[str, RawConfig] | None:

@@ -8,17 +8,8 @@ from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import MOST_WHOLE, RawConfig
 from manta.workers.models.recurrent import LINEAR, decoder_of_mixers, output, read_without_attention, with_states
 from manta.workers.models.recurrent_shapes import MatrixMemoryShape, RecurrentKind
-from manta.workers.models.specs import (
-    DecoderSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    RecurrentSpec,
-    Split,
-    TensorSpec,
-    WeightPart,
-)
+from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, RecurrentSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 ARCHITECTURE = "xLSTMForCausalLM"
 

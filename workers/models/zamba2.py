@@ -4,6 +4,8 @@ residual stream and the embedding, whose weights several layers share but for an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from manta.workers.models import bamba
@@ -16,13 +18,11 @@ from manta.workers.models.specs import (
     DecoderSpec,
     GatedMlpSpec,
     LayerSpec,
-    LinearSpec,
     LowRankSpec,
-    NormSpec,
+    RecurrentSpec,
     SharedBlockSpec,
-    Split,
-    WeightPart,
 )
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 ARCHITECTURE = "Zamba2ForCausalLM"
 
@@ -34,8 +34,9 @@ _KEYS = StateSpaceKeys(
     bias="add_bias_linear",
 )
 _STATE_NORM_EPS = 1e-5
-_HYBRID = "hybrid"
-_KINDS = {LINEAR: LINEAR, "mamba": LINEAR, _HYBRID: _HYBRID}
+HYBRID = "hybrid"
+"""The kind of a layer with a block before its mixer."""
+_KINDS = {LINEAR: LINEAR, "mamba": LINEAR, HYBRID: HYBRID}
 """Kinds of layers by their names."""
 _IGNORED = (
     "attention_hidden_size",
@@ -54,13 +55,36 @@ _IGNORED = (
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ConfigError` as `read_dense` and `read_state_space` do, and for heads that do
-    not fill twice the hidden size.
-    """
+    """Reads the shape of a model. Raises `ConfigError` as `read_with_blocks` and `read_state_space` do."""
     raw.ignore(*_IGNORED)
     raw["use_long_context"].only(False)
-    kinds = _read_kinds(raw)
-    hidden, num_heads = raw["hidden_size"].whole(), raw["num_attention_heads"].whole(32)
+    kinds = read_hybrid_kinds(raw)
+    config = read_with_blocks(raw, kinds, 32)
+    num_heads, hidden = config.num_heads, config.hidden_size
+    shape = read_state_space(raw, hidden, _STATE_NORM_EPS, _KEYS, StateSpaceSizes(8, 1, 64))
+    shape = msgspec.structs.replace(
+        shape, step_limits=(raw["time_step_min"].number(0.001, least=0), float("inf")), has_kernel_bias=True
+    )
+    adapts = raw["use_shared_attention_adapter"].flag(False)
+    if adapts and config.num_kv_heads != num_heads:
+        raise raw["num_key_value_heads"].refused(f"{num_heads}, as use_shared_attention_adapter asks for")
+    owners = block_owners(kinds, raw["num_mem_blocks"].whole(1))
+    blocks = SharedBlocks(owners=owners, rank=raw["adapter_rank"].whole(128), adapts_attention=adapts)
+    return msgspec.structs.replace(
+        config,
+        mlp_bias=shape.has_input_bias,
+        layer_ropes=() if raw["use_mem_rope"].flag(False) else (None,) * config.num_layers,
+        recurrent=shape,
+        layer_states=(shape.state,) * config.num_layers,
+        shared_blocks=blocks,
+    )
+
+
+def read_with_blocks(raw: RawConfig, kinds: tuple[str, ...], usual_heads: int) -> ModelConfig:
+    """Returns the shape of a model without its mixers, in which layers of the kind `HYBRID` have a block. Raises
+    `ConfigError` as `read_dense` does, and for heads that do not fill twice the hidden size.
+    """
+    hidden, num_heads = raw["hidden_size"].whole(), raw["num_attention_heads"].whole(usual_heads)
     width = raw["attention_head_dim"].whole(2 * hidden // num_heads)
     if width * num_heads != 2 * hidden:
         raise raw["num_attention_heads"].refused(f"a number of heads that fill {2 * hidden} numbers")
@@ -69,41 +93,28 @@ def read_config(raw: RawConfig) -> ModelConfig:
     config = read_dense(
         complete, activation=("hidden_act", "gelu"), norm_eps=("rms_norm_eps", 1e-5), rope=rope, is_tied=True
     )
-    shape = read_state_space(raw, hidden, _STATE_NORM_EPS, _KEYS, StateSpaceSizes(8, 1, 64))
-    shape = msgspec.structs.replace(
-        shape, step_limits=(raw["time_step_min"].number(0.001, least=0), float("inf")), has_kernel_bias=True
-    )
-    adapts = raw["use_shared_attention_adapter"].flag(False)
-    if adapts and config.num_kv_heads != num_heads:
-        raise raw["num_key_value_heads"].refused(f"{num_heads}, as use_shared_attention_adapter asks for")
-    blocks = SharedBlocks(owners=_owners(raw, kinds), rank=raw["adapter_rank"].whole(128), adapts_attention=adapts)
     return msgspec.structs.replace(
         config,
-        mlp_bias=shape.has_input_bias,
         attention_scale=(width / 2) ** -0.5,
-        layer_ropes=() if raw["use_mem_rope"].flag(False) else (None,) * config.num_layers,
-        recurrent=shape,
-        layer_states=(shape.state,) * config.num_layers,
-        layer_attends=tuple(kind == _HYBRID for kind in kinds),
-        shared_blocks=blocks,
+        layer_attends=tuple(kind == HYBRID for kind in kinds),
         num_trial_layers=trial_layers(kinds),
     )
 
 
-def _read_kinds(raw: RawConfig) -> tuple[str, ...]:
+def read_hybrid_kinds(raw: RawConfig, usual: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Returns the kind of each layer, `HYBRID` or `LINEAR`: the `usual` ones if no key names them."""
     listed = raw.first_of("layers_block_type", "layer_types")
-    kinds = tuple(_KINDS[kind.one_of(*_KINDS)] for kind in listed.items())
+    named = tuple(_KINDS[kind.one_of(*_KINDS)] for kind in listed.items()) if listed.value or not usual else usual
     num_layers = raw["num_hidden_layers"].whole()
-    if len(kinds) != num_layers or _HYBRID not in kinds:
+    if len(named) != num_layers or HYBRID not in named:
         raise listed.refused(f"a list of {num_layers} kinds, one for each layer, with a hybrid one among them")
-    return kinds
+    return named
 
 
-def _owners(raw: RawConfig, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
-    """Returns the layer whose block each layer has: of the first layers with one, in turns."""
-    hybrids = [layer for layer, kind in enumerate(kinds) if kind == _HYBRID]
-    count = raw["num_mem_blocks"].whole(1)
-    return tuple(hybrids[hybrids.index(layer) % count] if kind == _HYBRID else None for layer, kind in enumerate(kinds))
+def block_owners(kinds: tuple[str, ...], count: int) -> tuple[int | None, ...]:
+    """Returns the layer whose block each layer has: of the first `count` layers with one, in turns."""
+    hybrids = [layer for layer, kind in enumerate(kinds) if kind == HYBRID]
+    return tuple(hybrids[hybrids.index(layer) % count] if kind == HYBRID else None for layer, kind in enumerate(kinds))
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
@@ -111,19 +122,33 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    return mamba_layer(config, index, state_space, _block)
+
+
+def mamba_layer(
+    config: ModelConfig,
+    index: int,
+    mamba: Callable[[ModelConfig, str], RecurrentSpec],
+    block: Callable[[ModelConfig, int, int, NormSpec], SharedBlockSpec],
+) -> LayerSpec:
+    """Returns a layer with the mixer that `mamba` describes from its name, behind the shared block, if it has one, that
+    `block` describes from the layer, the layer that owns it and the norm before the mixer.
+    """
     assert config.shared_blocks is not None
     prefix, owner = f"model.layers.{index}", config.shared_blocks.owners[index]
     own = prefix if owner is None else f"{prefix}.mamba_decoder"
-    norm, mixer = NormSpec(f"{own}.input_layernorm", config.hidden_size), state_space(config, f"{own}.mamba")
+    norm, mixer = NormSpec(f"{own}.input_layernorm", config.hidden_size), mamba(config, f"{own}.mamba")
     if owner is None:
         return LayerSpec(norm, mixer, None, None)
-    return LayerSpec(None, mixer, None, None, block=_block(config, config.shared_blocks, index, owner, norm))
+    return LayerSpec(None, mixer, None, None, block=block(config, index, owner, norm))
 
 
-def _block(config: ModelConfig, blocks: SharedBlocks, index: int, owner: int, mixer_norm: NormSpec) -> SharedBlockSpec:
+def _block(config: ModelConfig, index: int, owner: int, mixer_norm: NormSpec) -> SharedBlockSpec:
+    blocks = config.shared_blocks
+    assert blocks is not None
     prefix, hidden = f"model.layers.{owner}.shared_transformer", config.hidden_size
     own = sum(attends for attends in config.attends[:index])
-    attention, mlp = _attention(config, f"{prefix}.self_attn"), _mlp(config, f"{prefix}.feed_forward")
+    attention, mlp = block_attention(config, f"{prefix}.self_attn"), _mlp(config, f"{prefix}.feed_forward")
     return SharedBlockSpec(
         input_norm=NormSpec(f"{prefix}.input_layernorm", 2 * hidden),
         attention=attention,
@@ -139,7 +164,8 @@ def _block(config: ModelConfig, blocks: SharedBlocks, index: int, owner: int, mi
     )
 
 
-def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
+def block_attention(config: ModelConfig, prefix: str) -> AttentionSpec:
+    """Returns attention of the residual stream and the embedding, one after the other."""
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = (
         WeightPart(f"{prefix}.q_proj", query_size, Split.QUERY_HEADS),

@@ -1,4 +1,4 @@
-"""The layers of a model that end in a sum or a gather over ranks, around a rank's embedding and head.
+"""The layers of a model that end in a sum or a gather over ranks, around a rank's embedding, experts and head.
 
 `Group.row_parallel` sums after the attention's output and the MLP's `down`; `Group.column_parallel` gathers around
 them instead. Called by the loader.
@@ -12,7 +12,7 @@ import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
-from manta.workers.kernels.weights import Embedding, Linear
+from manta.workers.kernels.weights import Embedding, Experts, Linear
 from manta.workers.parallel.group import Group
 
 
@@ -77,6 +77,41 @@ class WideNorm:
         wide = x.float()
         squares = self._squares_over_ranks(wide, self._size, kernels)
         return kernels.row_norm(wide, squares, self._size, self._weight, self._eps).to(x.dtype)
+
+
+class ExpertsOfRank:
+    """The experts of a layer that this rank has, whole. It adds nothing for those of other ranks, so that the sum over
+    ranks has all.
+    """
+
+    def __init__(self, experts: Experts, held: range) -> None:
+        self._experts = experts
+        self._held = held
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        own = chosen - self._held.start
+        return self._experts.forward(x, own.masked_fill((own < 0) | (own >= len(self._held)), -1), shares)
+
+
+class ExactExpertsOfRanks:
+    """The experts of all ranks, each of which has some whole, with the bits of one rank. Ranks exchange the result of
+    each expert, and each rank adds up a row's results in the order of the experts.
+    """
+
+    def __init__(self, experts: ExpertsOfRank, group: Group) -> None:
+        self._experts = experts
+        self._group = group
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        num_rows, num_chosen = chosen.shape
+        rows = x.repeat_interleave(num_chosen, 0)
+        own = self._experts.forward(rows, chosen.reshape(-1, 1), shares.reshape(-1, 1))
+        results = self._group.all_reduce(own).view(num_rows, num_chosen, -1)  # all but one rank add zeros: it is exact
+        every_row = torch.arange(num_rows, device=x.device)
+        total = torch.zeros_like(results[:, 0])
+        for place in chosen.argsort(dim=1).unbind(1):
+            total += results[every_row, place]
+        return total
 
 
 class GatheredHead:

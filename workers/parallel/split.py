@@ -7,29 +7,28 @@ from __future__ import annotations
 
 import msgspec
 
+from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import SelectiveShape
+from manta.workers.models.recurrent_shapes import ConvolvedShape, SelectiveShape
 from manta.workers.models.specs import (
     DecoderSpec,
     ExpertsSpec,
     GatedMlpSpec,
     LayerSpec,
-    LinearSpec,
     MixerSpec,
     RecurrentSpec,
     SharedBlockSpec,
     SideBySideSpec,
-    Split,
-    WeightPart,
 )
+from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 
 EXACT_GATES = 16
 """Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""
 
 
-def check_num_ranks(config: ModelConfig, num_ranks: int, exact: bool = False) -> None:
+def check_num_ranks(config: ModelConfig, num_ranks: int, exact: bool = False, expert_parallel: bool = False) -> None:
     """Raises `ModelError` if the model cannot be split over `num_ranks` ranks; with `exact`, if these could not give
-    the bits of one.
+    the bits of one. With `expert_parallel` they divide the experts, and not the width of each.
     """
     if num_ranks == 1:
         return
@@ -38,17 +37,22 @@ def check_num_ranks(config: ModelConfig, num_ranks: int, exact: bool = False) ->
             f"{config.architecture} runs through transformers, which is not split over {num_ranks} ranks; "
             "set tensor_parallel_size to 1"
         )
-    possible = [count for count in range(1, config.num_heads + 1) if _why_not(config, count, exact) is None]
-    reason = _why_not(config, num_ranks, exact)
-    if reason is not None:
-        or_inexact = ", or set exact to false" if _why_not(config, num_ranks) is None else ""
-        raise ModelError(
-            f"{num_ranks} ranks cannot split {reason} of this {config.architecture} evenly; "
-            f"set tensor_parallel_size to one of {', '.join(map(str, possible))}{or_inexact}"
-        )
+    reason = _why_not(config, num_ranks, exact, expert_parallel)
+    if reason is None:
+        return
+    counts = range(2, config.num_heads + 1)
+    possible = [str(count) for count in counts if _why_not(config, count, exact, expert_parallel) is None]
+    remedies = [f"set tensor_parallel_size to one of {', '.join(['1', *possible])}"]
+    if exact and _why_not(config, num_ranks, False, expert_parallel) is None:
+        remedies.append("set exact to false")
+    if expert_parallel and _why_not(config, num_ranks, exact, False) is None:
+        remedies.append("set expert_parallel to false")
+    raise ModelError(
+        f"{num_ranks} ranks cannot split {reason} of this {config.architecture} evenly; {', or '.join(remedies)}"
+    )
 
 
-def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | None:
+def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: bool) -> str | None:
     """Returns the part of the model that cannot be split evenly, for an error message; None if all can."""
     if config.num_heads % num_ranks:
         return f"the {config.num_heads} attention heads"
@@ -59,10 +63,17 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
     experts = config.experts
     inner_sizes = [config.intermediate_size]
     if experts is not None:
-        inner_sizes += [experts.intermediate_size, experts.shared_intermediate_size]
+        inner_sizes += [] if expert_parallel else [experts.intermediate_size]
+        inner_sizes.append(experts.shared_intermediate_size)
+        if expert_parallel and experts.num_experts < num_ranks:
+            return f"the {experts.num_experts} experts, of which each rank needs one,"
     for size in inner_sizes:
         if size % num_ranks:
             return f"the intermediate size {size}"
+    if num_ranks > 1 and isinstance(config.recurrent, ConvolvedShape):
+        return "the convolutions of queries and keys"
+    if num_ranks > 1 and isinstance(config.recurrent, SelectiveShape) and config.recurrent.num_heads > 1:
+        return f"the {config.recurrent.num_heads} heads of Mamba"
     if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):
         return "the channels and heads of the recurrent states"
     if not exact:
@@ -78,18 +89,19 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
     return None
 
 
-def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+def shard_config(config: ModelConfig, num_ranks: int, expert_parallel: bool = False) -> ModelConfig:
     """Returns the shape of each rank's share. With fewer KV heads than ranks, several ranks hold the same head. The
-    vocabulary is padded to a multiple of the ranks.
+    vocabulary is padded to a multiple of the ranks. With `expert_parallel` the experts of a rank have their whole
+    width, and `num_experts` stays that of all ranks.
 
     Raises `ModelError` as `check_num_ranks` does.
     """
-    check_num_ranks(config, num_ranks)
+    check_num_ranks(config, num_ranks, expert_parallel=expert_parallel)
     experts = config.experts
     if experts is not None:
         experts = msgspec.structs.replace(
             experts,
-            intermediate_size=experts.intermediate_size // num_ranks,
+            intermediate_size=experts.intermediate_size // (1 if expert_parallel else num_ranks),
             shared_intermediate_size=experts.shared_intermediate_size // num_ranks,
         )
     return msgspec.structs.replace(
@@ -103,6 +115,40 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         layer_states=tuple(state and state.share(num_ranks) for state in config.layer_states),
         recurrent=config.recurrent and config.recurrent.share(num_ranks),
     )
+
+
+def describe_share(config: ModelConfig, rank: int, num_ranks: int, exact: bool, expert_parallel: bool) -> DecoderSpec:
+    """Returns the description of a model with the way in which its ranks split it. With `exact` they split no sum, and
+    with `expert_parallel` the description names the experts that this rank has.
+    """
+    spec = split_outputs(describe(config)) if exact else describe(config)
+    return divide_experts(spec, rank, num_ranks) if expert_parallel and num_ranks > 1 else spec
+
+
+def experts_of_rank(num_experts: int, rank: int, num_ranks: int) -> range:
+    """Returns the experts that a rank holds: as many as the others, or one more on the first ranks."""
+    each, rest = divmod(num_experts, num_ranks)
+    first = rank * each + min(rank, rest)
+    return range(first, first + each + (rank < rest))
+
+
+def divide_experts(spec: DecoderSpec, rank: int, num_ranks: int) -> DecoderSpec:
+    """Returns the description of the same model in which a rank has whole experts, and its share of everything else."""
+    return spec._replace(layers=[_divide_experts_of_layer(layer, rank, num_ranks) for layer in spec.layers])
+
+
+def _divide_experts_of_layer(layer: LayerSpec, rank: int, num_ranks: int) -> LayerSpec:
+    mlp, beside = layer.mlp, layer.beside
+    if isinstance(mlp, ExpertsSpec):
+        mlp = _divide_experts(mlp, rank, num_ranks)
+    if beside is not None:
+        beside = beside._replace(experts=_divide_experts(beside.experts, rank, num_ranks))
+    return layer._replace(mlp=mlp, beside=beside)
+
+
+def _divide_experts(experts: ExpertsSpec, rank: int, num_ranks: int) -> ExpertsSpec:
+    whole = tuple(GatedMlpSpec(*(_with_split(linear, Split.NOTHING) for linear in each)) for each in experts.experts)
+    return experts._replace(experts=whole, held=experts_of_rank(len(whole), rank, num_ranks))
 
 
 def split_outputs(spec: DecoderSpec) -> DecoderSpec:
@@ -119,6 +165,7 @@ def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
         mlp=None if mlp is None else _split_outputs_of_mlp(mlp),
         beside=None if beside is None else beside._replace(experts=_split_outputs_of_experts(beside.experts)),
         block=None if block is None else _split_outputs_of_block(block),
+        shortcut=None if layer.shortcut is None else _split_outputs_of_experts(layer.shortcut),
     )
 
 
@@ -161,9 +208,14 @@ def _split_outputs_of_recurrent(mixer: RecurrentSpec) -> RecurrentSpec:
 
 
 def _split_outputs_of_linear(linear: LinearSpec) -> LinearSpec:
-    return linear._replace(parts=tuple(map(_split_outputs_of_part, linear.parts)), splits_inputs=False)
+    return _with_split(linear, Split.OUTPUTS)
 
 
-def _split_outputs_of_part(part: WeightPart) -> WeightPart:
-    elsewhere = None if part.elsewhere is None else _split_outputs_of_part(part.elsewhere)
-    return part._replace(split=Split.OUTPUTS, elsewhere=elsewhere)
+def _with_split(linear: LinearSpec, split: Split) -> LinearSpec:
+    """Returns a linear whose outputs ranks split in this way, and whose inputs they do not split."""
+    return linear._replace(parts=tuple(_part_with_split(part, split) for part in linear.parts), splits_inputs=False)
+
+
+def _part_with_split(part: WeightPart, split: Split) -> WeightPart:
+    elsewhere = None if part.elsewhere is None else _part_with_split(part.elsewhere, split)
+    return part._replace(split=split, elsewhere=elsewhere)

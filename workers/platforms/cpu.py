@@ -10,7 +10,7 @@ import torch
 
 from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
-from manta.workers.kernels import build, cpu, cpu_decoder, cpu_exact, cpu_experts, cpu_sampler, processor
+from manta.workers.kernels import build, cpu, cpu_decoder, cpu_exact, cpu_experts, cpu_products, cpu_sampler, processor
 from manta.workers.kernels.adapted_linear import LinearAdapting
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
@@ -39,7 +39,7 @@ class _ExactKernels:
     layer_norm = staticmethod(cpu_exact.layer_norm)
     cap = staticmethod(cpu_exact.cap)
     log1p = staticmethod(cpu_exact.log1p)
-    head_products = staticmethod(cpu_exact.head_products)
+    head_products = staticmethod(cpu_products.head_products)
     recurrent = cpu.recurrent
     route = staticmethod(cpu_exact.route)
 
@@ -57,10 +57,10 @@ class CpuPlatform:
     keeps_float8 = False
     groups_layers = True
     splits_mlp = True
-    adapting: Callable[[], LinearAdapting] | None = CpuLinearAdapting
 
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:
         self.kernels: Kernels = _ExactKernels() if exact else cpu
+        self.adapting: Callable[[], LinearAdapting] | None = functools.partial(CpuLinearAdapting, exact)
         self._exact = exact
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus, by default 1, which would leave the other cores idle.

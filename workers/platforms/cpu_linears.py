@@ -96,14 +96,18 @@ class CpuSharedLinears:
 
 
 class CpuLinearAdapting:
-    """Makes linears with adapters: by the kernels around packed linears, by torch around others."""
+    """Makes linears with adapters: by the kernels around packed linears, by torch around others. With `exact` what
+    adapters add has the same bits in every form of the kernels, and every linear is packed.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
         self._step_adapters = StepAdapters()
+        self._exact = exact
 
     def __call__(self, linear: Linear) -> AdaptedLinear:
         if isinstance(linear, PackedLinear | PackedQuantizedLinear):
-            return cpu_adapters.adapt(linear, self._step_adapters)
+            return cpu_adapters.adapt(linear, self._step_adapters, self._exact)
+        assert not self._exact, "the kernels take every linear of integers"
         return TorchAdaptedLinear(linear)
 
 

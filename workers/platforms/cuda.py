@@ -18,6 +18,7 @@ import triton
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.kernels import reference
+from manta.workers.kernels.adapted_linear import LinearAdapting
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import layer_shape
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
@@ -27,6 +28,7 @@ from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.rounding import round_weight
 from manta.workers.kernels.transfer import place
 from manta.workers.kernels.triton import launch, layers, sampler
+from manta.workers.kernels.triton.adapted_linear import TritonAdaptedLinear
 from manta.workers.kernels.triton.attention_tiles import work_shape_of
 from manta.workers.kernels.triton.experts import join
 from manta.workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
@@ -52,7 +54,6 @@ class CudaPlatform:
     keeps_integers = True
     groups_layers = True
     splits_mlp = False
-    adapting = None
 
     def __init__(self, device: torch.device) -> None:
         """`device` is a CUDA GPU, or the CPU where Triton's interpreter runs the kernels."""
@@ -61,6 +62,7 @@ class CudaPlatform:
         self.keeps_float8 = launch.has_float8(device)
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
+        self.adapting: Callable[[], LinearAdapting] | None = lambda: lambda linear: TritonAdaptedLinear(linear, device)
         self._group: NcclGroup | None = None
         self._has_experts = False
         self.graph_layouts: tuple[Layout, ...] = ()
@@ -158,9 +160,11 @@ class CudaPlatform:
         return TorchLinear(table)
 
     def build_metadata(self, tokens: QueryTokens) -> DeviceMetadata:
-        # A graph includes the sums over ranks, so a rank that is measured alone runs without graphs.
+        # A graph includes the sums over ranks, so a rank that is measured alone runs without graphs. So do steps with
+        # adapters, whose number and ranks decide what is launched.
         is_alone = self._group is not None and self._group.is_alone
-        layout = None if is_alone else padded_to(self.graph_layouts, tokens.lens)
+        has_graph = not is_alone and tokens.adapters is None
+        layout = padded_to(self.graph_layouts, tokens.lens) if has_graph else None
         return build_metadata(tokens, self.device, layout, self._work_shape)
 
     def allocate_kv(

@@ -10,7 +10,7 @@ import torch
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.kernels.adapted_linear import TorchAdaptedLinear
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.torch_worker.loader import check_tensors
+from manta.workers.torch_worker.tensor_check import check_tensors
 
 
 def check_adapters_fit(

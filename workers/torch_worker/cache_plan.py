@@ -47,6 +47,8 @@ def plan_cache(
     target = models.target.config
     layers = choose_groups(target, draft) if platform.groups_layers else one_group(target.attends)
     free = _free_memory(models, options, platform, max_draft_tokens, draws=group.rank == 0)
+    if models.bank is not None and options.adapter_roots and not platform.shares_memory:
+        free = max(0, free - models.bank.num_bytes_left)  # for adapters that are loaded while requests run
     sizes = plan_kv_cache(
         target,
         models.dtype,

@@ -9,19 +9,18 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Iterable
-from typing import Protocol, overload
+from typing import overload
 
+import msgspec
 import torch
 
 from manta.workers.adapters.adapter_bank import AdapterBank
-from manta.workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
+from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
-from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.unread_tensors import check_all_used
-from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
+from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
@@ -34,12 +33,13 @@ from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    DeepRouterWeights,
     DraftHeadWeights,
     Embedding,
-    Experts,
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    IndexerWeights,
     LatentAttentionWeights,
     LayerInputsWeights,
     LayerInputWeights,
@@ -47,8 +47,10 @@ from manta.workers.kernels.weights import (
     Linear,
     LinearWeight,
     MixerWeights,
+    NormGateWeights,
     RecurrentWeights,
     RowNorm,
+    ScalingWeights,
     SharedBlockWeights,
     SharedLinears,
     ShortConvWeights,
@@ -58,40 +60,43 @@ from manta.workers.kernels.weights import (
     UpdatesWeights,
 )
 from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
-from manta.workers.models.families import describe
-from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
-    DecoderSpec,
+    DeepRouterSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
-    LinearSpec,
     LowRankSpec,
     MixerSpec,
-    NormSpec,
+    NormGateSpec,
     RecurrentSpec,
+    ScalingSpec,
     SharedBlockSpec,
     SideBySideSpec,
-    Split,
     StreamsSpec,
-    TensorSpec,
     UpdatesSpec,
 )
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import (
+    ExactExpertsOfRanks,
+    ExpertsOfRank,
     GatheredHead,
     SquaresOverRanks,
     VocabularyParallelEmbedding,
     WideNorm,
 )
-from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
+from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.weight_platform import WeightPlatform
 
 
 def load_model(
@@ -103,13 +108,15 @@ def load_model(
     group: Group | None = None,
     weights: str = "auto",
     exact: bool = False,
+    expert_parallel: bool = False,
     bank: AdapterBank | None = None,
 ) -> Model:
     """Returns the model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device. With a `group`
     of ranks it is this one's share, which computes together with the others'.
 
     `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the
-    others are not read. With `exact` ranks split no sums. With a `bank` its linears take adapters.
+    others are not read. With `exact` ranks split no sums, and with `expert_parallel` they divide the experts of layers.
+    With a `bank` its linears take adapters.
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
     so many ranks.
     """
@@ -121,13 +128,15 @@ def load_model(
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
     checkpoint = Checkpoint(folder, read_ahead=group.num_ranks == 1)
     config = checkpoint.as_stored(config)
-    share = shard_config(config, group.num_ranks)
-    with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact)) as shared:
+    share = shard_config(config, group.num_ranks, expert_parallel)
+    with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact, expert_parallel)) as shared:
         compute_dtype = platform.torch_dtype(dtype)
-        loader = _WeightLoader(checkpoint, config, compute_dtype, platform, group, weights, exact, shared, bank)
+        loader = WeightLoader(
+            checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank
+        )
         loaded = loader.load()
     if whole:
-        check_all_used(checkpoint, config)
+        check_all_used(checkpoint, config, loader.spec)
     if group.num_ranks > 1:
         embedding = VocabularyParallelEmbedding(loaded.embedding, group, share.vocab_size)
         head = GatheredHead(loaded.head, group, config.vocab_size)
@@ -154,70 +163,28 @@ def load_draft_head(
     content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
     with platform.shared_linears(content) as shared:
         compute_dtype = platform.torch_dtype(dtype)
-        loader = _WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
+        loader = WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
         return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
 
 
 def _identity(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, group: Group, weights: str, exact: bool
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    group: Group,
+    weights: str,
+    exact: bool,
+    expert_parallel: bool = False,
 ) -> str:
     """Returns a text of all that packed weights depend on, files and their change times included."""
     files = [path.stat() for path in weight_files(pathlib.Path(folder))]
     identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
     split = "outputs" if exact else "inputs"
-    return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split}"
+    experts = "whole experts" if expert_parallel else ""
+    return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split} {experts}"
 
 
-def check_tensors(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    weights: str = "auto",
-    bank: AdapterBank | None = None,
-    with_draft_head: bool = False,
-) -> WeightTally:
-    """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
-    tensor's data, except to compare the head of a tied model with its embedding if it is stored too. If
-    `with_draft_head`, it must have what `load_draft_head` needs too.
-
-    For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
-    tally says both. A `bank` gets the linears that take adapters, without weights. Returns the memory that the weights
-    take. Raises `ModelError` as `load_model` does.
-    """
-    rounded = "auto" if weights == "dense" else weights
-    counting = CountingPlatform()
-    checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
-    config = checkpoint.as_stored(config)
-    loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
-    loaded = loader.load()
-    check_all_used(checkpoint, config)
-    if with_draft_head:
-        own = draft_head_config(config)
-        of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
-        of_draft_head.load_draft_head(describe_draft_head(config), loaded)
-    if config.quantization is not None:
-        tally.stored = stored_linears(loader.linears, loader.spec)
-    return tally
-
-
-class _WeightPlatform(Protocol):
-    """The members of a `Platform` that concern weights."""
-
-    keeps_float8: bool
-
-    def make_linear(self, weight: LinearWeight) -> Linear: ...
-
-    def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
-
-    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
-
-    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def tied_head(self, table: torch.Tensor) -> Linear | None: ...
-
-
-class _WeightLoader:
+class WeightLoader:
     """Loads the weights that a family describes, a rank's share of each. A linear is read, packed by the platform, or
     in memory that processes share, and joined to those of the other ranks.
     """
@@ -227,14 +194,15 @@ class _WeightLoader:
         checkpoint: Checkpoint,
         config: ModelConfig,
         dtype: torch.dtype,
-        platform: _WeightPlatform,
+        platform: WeightPlatform,
         group: Group,
         weights: str,
         exact: bool,
+        expert_parallel: bool = False,
         shared: SharedLinears | None = None,
         bank: AdapterBank | None = None,
     ) -> None:
-        self.spec: DecoderSpec = split_outputs(describe(config)) if exact else describe(config)
+        self.spec = describe_share(config, group.rank, group.num_ranks, exact, expert_parallel)
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
@@ -265,7 +233,8 @@ class _WeightLoader:
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+        scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -305,9 +274,7 @@ class _WeightLoader:
         return SparseGates(spec.out_features // 2, deviations, SquaresOverRanks(self._group, self._exact))
 
     def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
-        qkv = self._of_block(spec.attention.qkv)
-        if spec.attention_adapter is not None:
-            qkv = self._with_low_rank(qkv, spec.attention_adapter)
+        qkv = self._with_low_rank(self._of_block(spec.attention.qkv), spec.attention_adapter)
         gate_up = self._with_low_rank(self._of_block(spec.mlp.gated), spec.mlp_adapter)
         return SharedBlockWeights(
             self._norm(spec.input_norm),
@@ -324,7 +291,9 @@ class _WeightLoader:
             self._of_blocks[spec] = self._linear(spec)
         return self._of_blocks[spec]
 
-    def _with_low_rank(self, linear: Linear, spec: LowRankSpec) -> Linear:
+    def _with_low_rank(self, linear: Linear, spec: LowRankSpec | None) -> Linear:
+        if spec is None:
+            return linear
         return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
 
     def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
@@ -353,7 +322,23 @@ class _WeightLoader:
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             None if spec.updates is None else self._updates(spec.updates, spec.mlp),
+            None if spec.shortcut is None else self._experts(spec.shortcut),
+            self._norm_gate(spec.input_gate),
+            self._norm_gate(spec.mlp_gate),
+            self._scaling(spec.mixer_scaling),
+            self._scaling(spec.mlp_scaling),
         )
+
+    def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
+        return None if spec is None else NormGateWeights(*map(self._linear, spec))
+
+    def _scaling(self, spec: ScalingSpec | None) -> ScalingWeights | None:
+        return None if spec is None else ScalingWeights(*self._vectors(spec.update), *self._vectors(spec.stream))
+
+    def _vectors(self, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors [hidden] in the model's dtype."""
+        first, second = (self.linears.read_vector(name, self._config.hidden_size, Split.NOTHING) for name in names)
+        return self._platform.place_weight(first, self._dtype), self._platform.place_weight(second, self._dtype)
 
     def _scalar(self, name: str) -> float:
         stored = self._checkpoint.view(name, (1,))
@@ -380,15 +365,37 @@ class _WeightLoader:
         config = self._config.experts
         assert config is not None
         activation = spec.experts[0].gated.activation or self._config.activation
+        router = self._plain_linear(spec.router)
+        own = msgspec.structs.replace(config, num_experts=len(spec.own))
+        experts = self._platform.join_experts(map(self._own_mlp, spec.own), own, activation)
+        if spec.held is not None:
+            of_rank = ExpertsOfRank(experts, spec.held)
+            experts = ExactExpertsOfRanks(of_rank, self._group) if self._exact else of_rank
         return ExpertsWeights(
             config,
-            self._plain_linear(spec.router),
-            self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
-            (lambda total: total) if spec.experts[0].down.gathers else self._group.all_reduce,
-            None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
+            router,
+            experts,
+            (lambda total: total) if self._exact or spec.experts[0].down.gathers else self._group.all_reduce,
+            self._choice_bias(spec),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+            deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
         )
+
+    def _deep_router(self, spec: DeepRouterSpec) -> DeepRouterWeights:
+        width, (first, second) = spec.norm.size, map(self._plain_linear, spec.hidden)
+        return DeepRouterWeights(
+            self._plain_linear(spec.down),
+            None if spec.previous_scale is None else self._numbers(spec.previous_scale, width),
+            self._numbers(f"{spec.norm.name}.weight", width),
+            (first, second),
+        )
+
+    def _choice_bias(self, spec: ExpertsSpec) -> torch.Tensor | None:
+        name = spec.choice_bias
+        if name is None or (spec.may_lack_choice_bias and name not in self._checkpoint):
+            return None
+        return self._of_experts(name)
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
         """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
@@ -407,17 +414,21 @@ class _WeightLoader:
         return self._platform.make_router(dense, bias)
 
     def _of_experts(self, name: str) -> torch.Tensor:
-        """Returns a tensor with a number for each expert, in float32."""
+        """Returns a tensor with a number for each score of the router, in float32."""
         assert self._config.experts is not None
-        numbers = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
-        return self._platform.place_weight(numbers, torch.float32)
+        return self._numbers(name, self._config.experts.num_scores)
+
+    def _numbers(self, name: str, size: int) -> torch.Tensor:
+        """Returns a tensor [size], whole on every rank, in float32."""
+        return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
         shape = self._config.latent
         assert shape is not None
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
-        keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
+        keys, values = cached_layout(expansion, shape, self._config.head_dim)
         if self._exact:
             values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
@@ -428,9 +439,22 @@ class _WeightLoader:
             keys=self._platform.place_weight(keys, self._dtype),
             values=self._platform.place_weight(values, self._dtype),
             output=self._adapted(spec.output),
+            indexer=None if spec.indexer is None else self._indexer(spec.indexer),
+            gate=None if spec.gate is None else self._adapted(spec.gate),
         )
         self._checkpoint.release()
         return weights
+
+    def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
+        norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
+        return IndexerWeights(
+            spec.shape,
+            self._adapted(spec.queries),
+            self._adapted(spec.keys),
+            self._tensor(norm),
+            self._tensor(spec.key_bias),
+            self._plain_linear(spec.shares),
+        )
 
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
@@ -447,6 +471,8 @@ class _WeightLoader:
 
     def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
         tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
+        if isinstance(spec.shape, ConvolvedShape):
+            tensors["mixing"] = mixing_layout(tensors["mixing"], spec.shape)
         return RecurrentWeights(
             spec.kind,
             spec.shape.share(self._group.num_ranks),

@@ -29,7 +29,8 @@ from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-from manta.workers.torch_worker.loader import check_tensors, load_draft_head, load_model, rank_shard
+from manta.workers.torch_worker.loader import load_draft_head, load_model, rank_shard
+from manta.workers.torch_worker.tensor_check import check_tensors
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
@@ -85,7 +86,7 @@ def choose_models(
         check_draft_model(draft.config)
     draft_config = None if draft is None else draft.config
     check_options(options, platform.name, target.config, draft_config, platform.advice)
-    check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
+    check_num_ranks(target.config, options.tensor_parallel_size, options.exact, options.expert_parallel)
     check_adapters_fit(folder, target.config, options.adapters, options.max_adapter_bytes)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
 
@@ -105,11 +106,20 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     cached = ROUNDED.get(kv_dtype(options, name), dtype)
     bank = _open_bank(options, config, dtype, platform, group)
     model = load_model(
-        folder, config, name, platform, group=group, weights=options.weights, exact=options.exact, bank=bank
+        folder,
+        config,
+        name,
+        platform,
+        group=group,
+        weights=options.weights,
+        exact=options.exact,
+        expert_parallel=options.expert_parallel,
+        bank=bank,
     )
     # transformers' own model code shows its windows only once it is loaded
     config = msgspec.structs.replace(config, sliding_windows=model.sliding_windows)
-    target = LoadedModel(shard_config(config, group.num_ranks), model, dtype, cached)
+    share = shard_config(config, group.num_ranks, options.expert_parallel)
+    target = LoadedModel(share, model, dtype, cached)
     loaded_draft = None
     if draft is not None:
         if draft.config.is_draft_head:

@@ -192,7 +192,8 @@ def _block_content(
     """Returns a text of all that the bytes of a block or a snapshot depend on, apart from the checkpoint's values."""
     ropes = [rope for rope in (whole.rope, *whole.layer_ropes) if rope and rope.rope_type in DEPENDING_ON_CONTEXT]
     shapes = kv_cache.shape[:2], kv_cache.shape[3:], kv_cache.dtype, models.target.config.states
-    settings = models.dtype, options.weights, options.exact, options.block_size, options.tensor_parallel_size
+    split = options.tensor_parallel_size, options.expert_parallel
+    settings = models.dtype, options.weights, options.exact, options.block_size, *split
     return repr((whole.for_context(None), ropes, shapes, plan.layers, settings, library_name(), torch.__version__))
 
 

@@ -115,10 +115,8 @@ async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequ
 
 
 def _loaded_for(of_model: AppState) -> Collection[str]:
-    """Returns the names of a model's loaded adapters; of a model that is not loaded, those that no file names too."""
-    if of_model.loaded_adapters is not None:
-        return of_model.loaded_adapters.paths
-    return [name for name in of_model.admission.names.adapters if name not in of_model.config.engine.adapters]
+    """Returns the names of a model's loaded adapters."""
+    return () if of_model.loaded_adapters is None else of_model.loaded_adapters.paths
 
 
 async def scales(state: AppState, exchange: Exchange, _: None) -> list[ScaledAdapter]:

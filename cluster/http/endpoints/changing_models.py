@@ -6,6 +6,7 @@ The bodies have the fields of an entry of `models` in a configuration. The answe
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -62,6 +63,7 @@ async def add(state: AppState, exchange: Exchange, body: ModelFields) -> ModelCh
     """Serves another model. It begins to load, unless it is on demand."""
     models = changed_models(state)
     entry = new_entry(checked_fields(body.given, state.config.model_roots), state.config.engine)
+    _check_free(state, entry.model_name, entry.names)
     await models.add(entry)
     return ModelChanged(id=entry.model_name)
 
@@ -69,7 +71,9 @@ async def add(state: AppState, exchange: Exchange, body: ModelFields) -> ModelCh
 async def update(state: AppState, exchange: Exchange, body: ModelFields) -> ModelChanged:
     """Changes a model. If its engines are loaded, new ones take their streams over."""
     name = exchange.incoming.path_parameter
-    await changed_models(state).update(name, checked_fields(body.given, state.config.model_roots))
+    models, fields = changed_models(state), checked_fields(body.given, state.config.model_roots)
+    _check_free(state, name, body.given.get("aliases") or ())
+    await models.update(name, fields)
     return ModelChanged(id=name)
 
 
@@ -78,6 +82,17 @@ async def remove(state: AppState, exchange: Exchange, _: None) -> ModelDeleted:
     name = exchange.incoming.path_parameter
     await changed_models(state).remove(name)
     return ModelDeleted(id=name)
+
+
+def _check_free(state: AppState, model: str, names: Collection[str]) -> None:
+    """Refuses names of a model that others have, also those of adapters that were loaded: the loader knows the list
+    alone, and the model would answer the requests for the adapter.
+    """
+    for name in names:
+        owner = state.models.owner_of(name)
+        if owner is not None and (owner.model_name != model or owner.admission.names.adapter_of(name)):
+            field = "name" if name == model else "aliases"
+            refuse("name_taken", field, name, f"a name of the model {owner.model_name}", "give another name")
 
 
 def changed_models(state: AppState) -> OnDemand:

@@ -49,7 +49,8 @@ async def decide(state: AppState, exchange: GenerationExchange, body: DecisionRe
             prompts += [[*prompt, *path.token_ids] for path in paths]
             scored_from += [max(1, len(prompt))] * len(paths)
             asked.append(paths)
-        answer = DecisionAnswer(body, asked, state.model_name)
+        name = state.admission.check_model(body.model) or state.model_name
+        answer = DecisionAnswer(body, asked, name)
         await generation.generate(state, exchange, prompts, params, request, answer, scored_from=scored_from)
     except RequestRefused as error:
         raise renamed(error, body) from error

@@ -59,13 +59,13 @@ class FileQuery(msgspec.Struct):
 
 def records_of(state: AppState) -> Records:
     """Returns the server's files and batches. Refuses with 404 if it keeps none."""
-    if state.records is None:
+    if state.server.records is None:
         refuse(
             "no_storage",
             remedy="whoever operates it can set batch_storage to a folder",
             cause="keeps no files and runs no batches",
         )
-    return state.records
+    return state.server.records
 
 
 def not_found(kind: str, name: str) -> NoReturn:
@@ -109,7 +109,7 @@ async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, be
     waiting = bytearray()
     async for piece in exchange.incoming.pieces(state.config.batches.max_file_bytes + MAX_FORM_BYTES):
         for begin in range(0, len(piece), PARSED_BYTES):
-            async with state.parsing:
+            async with state.server.parsing:
                 waiting += parser.feed(piece[begin : begin + PARSED_BYTES])
                 await asyncio.sleep(0)
         if len(waiting) >= PIECE_BYTES:

@@ -223,7 +223,7 @@ def _engines_request(
         weight=state.config.client_weights.get(sharer, 1.0),
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
-        cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
+        cache_root=state.server.prefix_scope.root(exchange.caller.owner, request.cache_salt),
         adapter=exchange.adapter_key,
         cache_salt=request.cache_salt or "",
     )

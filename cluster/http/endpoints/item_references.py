@@ -30,7 +30,7 @@ async def with_referenced(state: AppState, exchange: GenerationExchange, given: 
         return given
     wanted = [(index, item["id"]) for index, item in enumerate(given) if is_reference(item)]
     remembered = {} if exchange.remembered is None else exchange.remembered.items_by_id()
-    kept = state.responses
+    kept = state.server.responses
     found = {} if kept is None else await asyncio.to_thread(_stored, kept, exchange.caller.owner, wanted)
     for index, item_id in wanted:
         if item_id not in found and item_id not in remembered:

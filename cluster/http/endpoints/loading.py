@@ -85,7 +85,7 @@ async def follow(state: AppState, exchange: Exchange, _: None) -> None:
 async def model_events(state: AppState, caller: Caller, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[bytes]:
     """Yields events about the models that a client may use. A change that is undone before it was sent is left out."""
     told: dict[str, ModelStatus] = {}
-    while not state.drains:
+    while not state.server.drains:
         news, found = state.models.news, _statuses(state, caller)
         for name in told.keys() - found.keys():
             yield sse_event(ModelEvent(model=name, event="model_remove"))

@@ -45,7 +45,7 @@ async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
 
 
 async def docs(state: AppState, exchange: Exchange, _: None) -> None:
-    body = "".join(_operations(state.document, exchange.incoming.root_path))
+    body = "".join(_operations(state.server.document, exchange.incoming.root_path))
     openapi = html.escape(f"{exchange.incoming.root_path}/openapi.json")
     await _send_page(exchange, "Manta's endpoints", f'{body}<p>All of it: <a href="{openapi}">{openapi}</a></p>')
 
@@ -63,7 +63,9 @@ def _home(state: AppState, exchange: Exchange) -> Home:
         version=version(),
         model=name,
         endpoints=[
-            f"{method.upper()} {root}{path}" for path, methods in state.document["paths"].items() for method in methods
+            f"{method.upper()} {root}{path}"
+            for path, methods in state.server.document["paths"].items()
+            for method in methods
         ],
         example=curl(
             url,

@@ -75,7 +75,7 @@ async def connect(state: AppState, exchange: Exchange, _: None) -> None:
     if not exchange.incoming.is_websocket:
         remedy = "connect as one, or send the request as a POST"
         refuse("no_websocket", remedy=remedy, place=f"GET {exchange.incoming.url_path}")
-    if state.drains:
+    if state.server.drains:
         refuse("unavailable", remedy="connect again", cause="this server is about to stop")
     await exchange.reply.send_empty([], status=101)
 

@@ -38,7 +38,7 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     """Returns 200 if this replica is not draining and a healthy engine can send it tokens. Also returns 200 while all
     engines are stopped because there are no requests.
     """
-    if state.drains:
+    if state.server.drains:
         refuse("unavailable", remedy="ask another one", cause="this replica was told to go")
     await state.engines.check_reachable()
     if state.models.are_several:
@@ -46,7 +46,8 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     engines = await state.engines.stats()
     if not engines and may_stop_all(state.config):
         return Health(status="ok", reason="no engine runs; the next request starts one")
-    knew_engines, state.knows_engines = state.knows_engines, state.knows_engines or bool(engines)
+    server = state.server
+    knew_engines, server.knows_engines = server.knows_engines, server.knows_engines or bool(engines)
     return health_of(engines, state.config.health_bound_s, knew_engines, state.config.num_engines_wanted)
 
 
@@ -109,7 +110,7 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
 
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
     """Answers as Serve's proxies do, for load balancers that were set up for them."""
-    status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
+    status, text = (503, b"This node is being drained.") if state.server.drains else (200, b"success")
     await exchange.reply.send_body(text, "text/plain; charset=utf-8", status)
 
 
@@ -184,13 +185,13 @@ class Status(msgspec.Struct, kw_only=True):
 
 async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     """Returns the status within `PATIENCE_S`, whatever state the engines are in."""
-    heard, cluster = await asyncio.gather(_engines_heard(state), state.cluster.read(PATIENCE_S))
+    heard, cluster = await asyncio.gather(_engines_heard(state), state.server.cluster.read(PATIENCE_S))
     bound_s, are_several = state.config.health_bound_s, state.models.are_several
     alone = None if are_several else heard[0][1]
     deployments, nodes = cluster.value
     return Status(
         version=version(),
-        uptime_s=time.monotonic() - state.started,
+        uptime_s=time.monotonic() - state.server.started,
         num_held=state.engines.num_held,
         engines=[
             _engine_state(each, bound_s, served.model_name if are_several else UNSET)
@@ -257,7 +258,7 @@ async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
     """Sends the metrics within `PATIENCE_S`. Engines that do not answer by then have no part in them: their gauges
     are missing, and `manta:engines_serving` does not count them.
     """
-    heard, others = await asyncio.gather(_engines_heard(state), state.other_metrics.read(PATIENCE_S))
+    heard, others = await asyncio.gather(_engines_heard(state), state.server.other_metrics.read(PATIENCE_S))
     models = [(served.metrics, [] if known.age_s else known.value) for served, known in heard]
     of_server = [state.metrics.own()] if state.models.are_several else []
     text = render(models, [*of_server, *others.value])
@@ -266,5 +267,5 @@ async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
 
 async def openapi(state: AppState, exchange: Exchange, _: None) -> dict[str, Any]:
     if not exchange.incoming.root_path:
-        return state.document
-    return {**state.document, "servers": [{"url": exchange.incoming.root_path}]}
+        return state.server.document
+    return {**state.server.document, "servers": [{"url": exchange.incoming.root_path}]}

@@ -137,7 +137,7 @@ class Keeping:
     def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
         assert self._kept is not None
         state, owner = self._state, self._exchange.caller.owner
-        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_key)
+        root = chain_root(state.server.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_key)
         hashes = _block_hashes(state, root, self.prompt)
         self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
@@ -173,7 +173,7 @@ async def prepared(
     """
     if isinstance(exchange.engines, ReplayedEngines):  # the recorded body is prepared, and its response is kept
         return body, None
-    kept = state.responses
+    kept = state.server.responses
     if body.background:
         exchange.identity = Identity(new_stream_id())  # ids of items begin with it
     items, is_complete = await conversation(state, exchange, body)
@@ -219,7 +219,7 @@ async def conversation(
 
 def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> None:
     """Raises `RequestRefused` if a field of the body needs a storage and this server has none."""
-    if state.responses is None:
+    if state.server.responses is None:
         for name, remedy in _WITHOUT_STORAGE.items():
             is_remembered = name == "previous_response_id" and exchange.remembered is not None
             if getattr(body, name, None) and not is_remembered:
@@ -241,7 +241,7 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
     """Returns the conversation up to an earlier response, its output included: the latest one of the connection, or a
     stored one.
     """
-    remembered, kept = exchange.remembered, state.responses
+    remembered, kept = exchange.remembered, state.server.responses
     items = None if remembered is None else remembered.items(previous)
     is_deleted = kept is not None and await asyncio.to_thread(kept.is_deleted, exchange.caller.owner, previous)
     if items is not None and not is_deleted:
@@ -269,11 +269,15 @@ def keep_ended(state: AppState, recording: Recording) -> None:
     """Stores the response of a recorded stream that has ended in this process, unless it is not to be kept. A stream
     that was aborted because nobody read it has no response.
     """
-    if state.responses is None or recording.opening.path != RESPONSES_PATH or not recording.is_ended:
+    if state.server.responses is None or recording.opening.path != RESPONSES_PATH or not recording.is_ended:
         return
+    stays = contextlib.ExitStack()
+    if state.models.on_demand is not None:  # the model may be leaving, and its tokenizer writes the response
+        stays.enter_context(state.models.on_demand.using(recording.opening.model))
     task = asyncio.ensure_future(_keep(state, recording))
-    state.storing.add(task)
-    task.add_done_callback(state.storing.discard)
+    state.server.storing.add(task)
+    task.add_done_callback(state.server.storing.discard)
+    task.add_done_callback(lambda _: stays.close())
 
 
 async def _keep(state: AppState, recording: Recording) -> None:
@@ -289,7 +293,7 @@ async def _keep(state: AppState, recording: Recording) -> None:
 
 async def _written(state: AppState, recording: Recording) -> ResponseObject:
     """Returns the response of a recording that has ended, and stores it unless it was deleted."""
-    opening, kept = recording.opening, state.responses
+    opening, kept = recording.opening, state.server.responses
     assert kept is not None
     client, timeout_s = opening.generation.engine.client, state.config.request_timeout_s
     reply, caller = WholeReply(), Caller(client, owner=opening.owner)
@@ -299,7 +303,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     if response.background:
         ended = EndedResponse(response, [*recording.entries])
         await asyncio.to_thread(kept.end, opening.owner, ended)
-        state.streams.may_forget(recording)
+        state.server.streams.may_forget(recording)
     else:
         body = await asyncio.to_thread(decode, ResponsesRequest, opening.body, state.config.body)
         items = await state.apart(exchange, input_items, body.input, response.id)
@@ -350,9 +354,9 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
     if not has_ended:
         assert stored.opening is not None
         with contextlib.suppress(ServingError):  # a run that cannot be reached ends by its deadline, and is not kept
-            recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.caller.owner)
+            recording = await state.server.streams.find(decode_opening(stored.opening).stream_id, exchange.caller.owner)
             if recording is not None:
-                await state.streams.cancel(recording)
+                await state.server.streams.cancel(recording)
     if stored.block_hashes:
         await state.engines.drop_kept(stored.block_hashes)
     return ResponseDeleted(stored.response.id)
@@ -367,7 +371,7 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject
         return response
     recording = await _running(state, exchange, kept, opening)
     with _followed(state, recording) as recording:
-        await state.streams.cancel(recording)
+        await state.server.streams.cancel(recording)
         try:
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await recording.until_complete()
@@ -381,7 +385,7 @@ async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, St
     """Returns the response that the path names. Refuses with 404 with the same words for one that never was, has
     expired, was deleted or belongs to another key.
     """
-    kept = state.responses
+    kept = state.server.responses
     if kept is None:
         remedy = "whoever operates it can set batch_storage to a folder"
         refuse("no_storage", remedy=remedy, cause="keeps no responses")
@@ -406,11 +410,11 @@ async def _current(state: AppState, exchange: GenerationExchange, stored: Stored
     response = stored.response
     if stored.opening is None:
         return response
-    assert state.responses is not None
-    ended = await asyncio.to_thread(state.responses.ended, exchange.caller.owner, response.id)
+    assert state.server.responses is not None
+    ended = await asyncio.to_thread(state.server.responses.ended, exchange.caller.owner, response.id)
     if ended is not None:
         return ended.response
-    recording = await _running(state, exchange, state.responses, decode_opening(stored.opening))
+    recording = await _running(state, exchange, state.server.responses, decode_opening(stored.opening))
     with _followed(state, recording) as recording:
         if recording.is_complete:
             return await _written(state, recording)
@@ -427,7 +431,7 @@ async def _running(state: AppState, exchange: GenerationExchange, kept: KeptResp
     for look in range(LOOKS):
         if look:
             await asyncio.sleep(LOOK_PAUSE_S)
-        recording = await state.streams.find(opening.stream_id, opening.owner)
+        recording = await state.server.streams.find(opening.stream_id, opening.owner)
         if recording is not None:
             return recording
     lost = response_id(opening.stream_id)
@@ -437,13 +441,13 @@ async def _running(state: AppState, exchange: GenerationExchange, kept: KeptResp
     engine = msgspec.structs.replace(opening.generation.engine, deadline_s=state.config.request_timeout_s)
     generation = msgspec.structs.replace(opening.generation, engine=engine)
     async with state.models.named(opening.model).in_use(exchange):
-        return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
+        return state.server.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
 
 
 @contextlib.contextmanager
 def _followed(state: AppState, recording: Recording) -> Iterator[Recording]:
     """Yields a recording that is kept up to date within the `with`, also if another process runs its request."""
-    recording = state.streams.follow(recording)
+    recording = state.server.streams.follow(recording)
     recording.begin_reading()
     try:
         yield recording

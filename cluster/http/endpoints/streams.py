@@ -47,7 +47,7 @@ async def resume(state: AppState, exchange: Exchange, _: None) -> None:
 async def delete(state: AppState, exchange: Exchange, _: None) -> StreamDeleted:
     """Ends a stream. What was recorded can be read until its time is over."""
     recording = await found(state, exchange, exchange.incoming.path_parameter)
-    await state.streams.cancel(recording)
+    await state.server.streams.cancel(recording)
     return StreamDeleted(exchange.incoming.path_parameter)
 
 
@@ -61,7 +61,7 @@ async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recordin
     """Returns a stream of the client. Refuses with 404 with the same words for a stream of another client, and for
     that of a deleted response.
     """
-    recording = await state.streams.find(stream_id, exchange.caller.owner)
+    recording = await state.server.streams.find(stream_id, exchange.caller.owner)
     if recording is None or await is_deleted(state, recording.opening):
         refuse("unknown_stream", "", stream_id)
     return recording
@@ -69,7 +69,7 @@ async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recordin
 
 async def is_deleted(state: AppState, opening: Opening) -> bool:
     """Returns whether the response that a stream makes was deleted."""
-    kept = state.responses
+    kept = state.server.responses
     if kept is None or opening.path != RESPONSES_PATH:
         return False
     return await asyncio.to_thread(kept.is_deleted, opening.owner, response_id(opening.stream_id))
@@ -77,7 +77,7 @@ async def is_deleted(state: AppState, opening: Opening) -> bool:
 
 def route_of(state: AppState, recording: Recording) -> Route:
     """Returns the route that answered the request of a recording."""
-    return state.routes[recording.opening.path]
+    return state.server.routes[recording.opening.path]
 
 
 async def write_again(

@@ -141,14 +141,15 @@ def record(
     if not exchange.identity.stream_id:
         exchange.identity = Identity(new_stream_id())
     exchange.reply.event_ids = EventIds(exchange.identity.stream_id)
-    exchange.engines = recorded = RecordedEngines(state.streams, exchange, body, unread_s, refusal, state.model_name)
+    streams = state.server.streams
+    exchange.engines = recorded = RecordedEngines(streams, exchange, body, unread_s, refusal, state.model_name)
     return recorded
 
 
 def replay(state: AppState, exchange: GenerationExchange, recording: Recording, after: int = -1) -> None:
     """Has the answer of an exchange written from a recording, after the event with number `after`."""
     opening = recording.opening
-    exchange.engines = ReplayedEngines(state.streams, recording)
+    exchange.engines = ReplayedEngines(state.server.streams, recording)
     exchange.identity = Identity(opening.stream_id, opening.created)
     exchange.reply.event_ids = EventIds(opening.stream_id, after)
     exchange.caller.use = None  # it was admitted, and whoever runs it charges it

@@ -1,15 +1,14 @@
 """All endpoints share the form of a route, and the state with configuration, tokenizer, engines and metrics.
 
 An address of one model has one `AppState`. An address of several has one for each model, and one for routes that name
-no model; `cluster/serve/fleet/` adds them. `cluster/http/routes.py` holds the routes. `cluster/http/app.py` makes the
-state, and finds the route of a request.
+no model; `cluster/serve/fleet/` adds them, and they share one `ServerState`. `cluster/http/routes.py` holds the routes.
+`cluster/http/app.py` makes the state, and finds the route of a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import re
 import time
@@ -133,29 +132,23 @@ async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
     return [], []
 
 
-class AppState:
-    """Holds one application's shared state. `document` is the OpenAPI document of all routes; `prefix_secret` keys the
-    roots of the prefix cache.
+class ServerState:
+    """Holds what the models of an address share in one process. `models` is the table of several; None is for an only
+    model. `document` is the OpenAPI document of all routes, and `prefix_secret` keys the roots of the prefix cache.
     """
 
     def __init__(
         self,
         config: ServeConfig,
-        tokenizer: Tokenizer | None,
-        engines: Engines,
-        metrics: Metrics,
         prefix_secret: bytes,
+        models: Models | None = None,
         other_metrics: OtherMetrics = no_other_metrics,
         cluster: ClusterState = no_cluster,
         document: dict[str, Any] | None = None,
     ) -> None:
-        self.admission = Admission(config)
-        self.created = int(time.time())
-        """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
         self.started = time.monotonic()
         """Start of this replica on `time.monotonic`'s clock."""
-        self._serve(config, tokenizer, engines, metrics)
-        self.models: Models = OnlyModel(self)
+        self.models = OnlyModel() if models is None else models
         """The models of the address."""
         self.other_metrics = LastAnswer[list[list[Metric]]](other_metrics, [])
         """The metrics of the other replicas of the endpoint."""
@@ -179,10 +172,30 @@ class AppState:
         """Tasks that store responses whose streams have ended."""
         self.parsing = asyncio.Lock()
         """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
-        self._apart = Apart("apart")
-        self._rendering = Apart("rendering")
+        self.apart = Apart("apart")
+        """Runs what costs time with the size of a body."""
+        self.rendering = Apart("rendering")
+        """Renders conversations."""
 
-    def _serve(self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics) -> None:
+
+class AppState:
+    """Holds what answers the requests of one model of an address, or those that name none of several models.
+    `admission` has the checks of the address; None makes them.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer | None,
+        engines: Engines,
+        metrics: Metrics,
+        server: ServerState,
+        admission: Admission | None = None,
+    ) -> None:
+        self.server = server
+        self.admission = Admission(config) if admission is None else admission
+        self.created = int(time.time())
+        """Time in seconds since 1970 at which this replica has started, or the model was added."""
         self.config = config
         self.model_name = config.model_name
         """Name of the model in the API."""
@@ -198,16 +211,19 @@ class AppState:
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
+        if not server.models.are_several:
+            server.models.put(self)
 
     def of_model(
         self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
     ) -> AppState:
-        """Returns the state of one of several models. It shares with this state all that belongs to the server."""
-        state = copy.copy(self)
-        state.created = int(time.time())
-        state.admission = self.admission.of_model(config)
-        state._serve(config, tokenizer, engines, metrics)
-        return state
+        """Returns the state of one of several models of this server."""
+        return AppState(config, tokenizer, engines, metrics, self.server, self.admission.of_model(config))
+
+    @property
+    def models(self) -> Models:
+        """The models of the address."""
+        return self.server.models
 
     @property
     def condition(self) -> Condition | None:
@@ -228,8 +244,8 @@ class AppState:
 
     @property
     def loader(self) -> OnDemand | None:
-        """Loads the model when requests need it; None if they do not load it."""
-        return self.models.on_demand if self.is_on_demand else None
+        """Loads the model when requests need it; None if they do not load it, or if it was removed and is leaving."""
+        return self.models.on_demand if self.is_on_demand and self.models.serves(self.model_name) else None
 
     @property
     def may_chat(self) -> bool:
@@ -299,7 +315,7 @@ class AppState:
         """
         if exchange.is_small:
             return function(*arguments)
-        return await self._apart.run(exchange.caller.sharer, function, *arguments)
+        return await self.server.apart.run(exchange.caller.sharer, function, *arguments)
 
     async def rendered(
         self, exchange: GenerationExchange, function: Callable[..., Result], *arguments: object
@@ -307,7 +323,7 @@ class AppState:
         """Returns the result of a call that renders a conversation, from a thread, in turns with those of other
         clients. A template may take seconds, however short the conversation is.
         """
-        return await self._rendering.run(exchange.caller.sharer, function, *arguments)
+        return await self.server.rendering.run(exchange.caller.sharer, function, *arguments)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""
@@ -371,16 +387,18 @@ class Models:
         self.on_demand: OnDemand | None = None
         """Loads models on demand and changes the list of models. `cluster/serve/` sets it for an address of several."""
         self._states: dict[str, AppState] = {}
+        self._leaving: frozenset[str] = frozenset()
+        """Models that take no new requests, and stay until those that they have end."""
         self._owners: dict[str, str] = {}
         """Name of the model of each name and alias."""
         self.news = asyncio.Event()
         """Set when a model comes, goes or fares otherwise. From then on there is another event."""
 
     def __iter__(self) -> Iterator[AppState]:
-        return iter(list(self._states.values()))
+        return iter([state for name, state in self._states.items() if name not in self._leaving])
 
     def __len__(self) -> int:
-        return len(self._states)
+        return sum(name not in self._leaving for name in self._states)
 
     are_several: ClassVar[bool] = True
     """Whether the address may have several models, even if it has one or none now."""
@@ -394,6 +412,20 @@ class Models:
         """Adds a model, or replaces the one of its name at its place."""
         self._states[state.model_name] = state
         self.note_names()
+
+    def let_leave(self, names: Collection[str]) -> None:
+        """Makes the models of these names, and no others, take no new requests. Work that began with one finds it by
+        `named`, until it is removed.
+        """
+        leaving = frozenset(names)
+        if leaving != self._leaving:
+            self._leaving = leaving
+            self.note_names()
+            self.tell_news()
+
+    def serves(self, name: str) -> bool:
+        """Returns whether a model, by its own name, takes new requests."""
+        return name in self._states and name not in self._leaving
 
     def tell_news(self) -> None:
         """Wakes up whoever follows the models."""
@@ -417,7 +449,7 @@ class Models:
         model's whose configuration has it, then the one's that has it as a whole name, and last the one's whose name
         stands before a colon.
         """
-        names = [(own, state.admission.names) for own, state in self._states.items()]
+        names = [(state.model_name, state.admission.names) for state in self]
         owners: dict[str, str] = {}
         for name, own in (
             *((name, own) for own, having in names for name in having.configured),
@@ -431,6 +463,10 @@ class Models:
         """Returns a model by its own name, for work that began with it. Refuses with 404 if it is gone."""
         state = self._states.get(name)
         return self._unknown(name, self.names) if state is None else state
+
+    def owner_of(self, name: str) -> AppState | None:
+        """Returns the model that has a name, or whose adapter has it; None if the name is free."""
+        return self._states.get(self._owners.get(name, ""))
 
     def metrics_of(self, name: str | None, of_server: Metrics) -> Metrics:
         """Returns the metrics of a model, or those of the server for a request without one."""
@@ -458,10 +494,10 @@ class OnlyModel(Models):
 
     are_several = False
 
-    def __init__(self, state: AppState) -> None:
-        super().__init__()
-        self.put(state)
-        self._only = state
+    @property
+    def _only(self) -> AppState:
+        (only,) = self._states.values()
+        return only
 
     def named(self, name: str) -> AppState:
         return self._only

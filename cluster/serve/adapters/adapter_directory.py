@@ -58,6 +58,16 @@ class AdapterEngines(Protocol):
         ...
 
 
+class NoEngines:
+    """Stands for the engines of a model that is not loaded. Implements `AdapterEngines`."""
+
+    def __init__(self, application: str) -> None:
+        self.application = application
+
+    async def read_adapter(self, path: str) -> list[Any]:
+        return []
+
+
 async def ask_every(broadcast: Callable[[], Any], patience_s: float = TELLING_S) -> None:
     """Calls `broadcast`, which calls a method of every replica of a deployment, until each one has answered or died.
     Raises `Unavailable` if one does not answer within `patience_s`.
@@ -90,7 +100,8 @@ async def tell_nobody() -> None:
 
 class AdapterDirectory:
     """The loaded adapters of the model that `engines` serve. `keep_s` is the longest time of a request. `tell_others`
-    makes all other processes that serve read the table, and raises `Unavailable` if one does not. Implements
+    makes all other processes that serve read the table, and raises `Unavailable` if one does not. `configured` are the
+    names of the adapters that the configuration has. Implements
     `manta.cluster.http.exchange.loaded_adapters.LoadedAdapters`.
     """
 
@@ -101,12 +112,14 @@ class AdapterDirectory:
         keep_s: float,
         tell_others: Callable[[], Awaitable[None]] = tell_nobody,
         settling_s: float = SETTLING_S,
+        configured: Collection[str] = (),
     ) -> None:
         self.tell: Callable[[Collection[str]], None] = lambda names: None
         self._engines = engines
         self._registry = registry
         self._keep_s = keep_s + KEEP_SLACK_S
         self._tell_others = tell_others
+        self._configured = configured
         self._table = AdapterTable()
         self._is_read = False
         self._following: asyncio.Task[None] | None = None
@@ -179,7 +192,13 @@ class AdapterDirectory:
         logger.info("the adapter %r is unloaded", name)
 
     async def apply(self, applied: AppliedAdapter | None) -> None:
-        await self._change(lambda table: table.applying(applied))
+        def put(table: AdapterTable) -> AdapterTable:
+            if applied is not None and applied.name not in (*self._configured, *table.loaded):
+                cause = f"the adapter {applied.name!r} was unloaded meanwhile"
+                refuse("unfit", cause=cause, remedy="read the list of adapters again")
+            return table.applying(applied)
+
+        await self._change(put)
         logger.info("requests that name the model have the adapter %r", applied)
 
     async def _read_everywhere(self, path: str) -> LoadedAdapter:
@@ -218,12 +237,16 @@ class AdapterDirectory:
 
 
 def open_directory(
-    config: ServeConfig, engines: AdapterEngines, tell_others: Callable[[], Awaitable[None]] = tell_nobody
+    config: ServeConfig,
+    engines: AdapterEngines,
+    tell_others: Callable[[], Awaitable[None]] = tell_nobody,
+    settling_s: float = SETTLING_S,
 ) -> AdapterDirectory | None:
     """Returns the loaded adapters of the model that the engines serve; None if the configuration lets nobody load
-    any.
+    any. For `settling_s` others may not tell this process of changes.
     """
     if not config.engine.adapter_roots:
         return None
     registry = adapter_registry.open_registry(engines.application, config.engine.model)
-    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others)
+    names = config.engine.adapters
+    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others, settling_s, names)

@@ -12,6 +12,7 @@ from manta.cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, o
 from manta.cluster.serve.engine.model_replica import ModelReplica
 from manta.cluster.serve.routing.request_router import EngineRouter
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config
+from manta.cluster.serve.starting import warm_process
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 
 
@@ -24,17 +25,35 @@ class DeployedEngine(ReplicaProcess, ModelReplica):
         """
 
 
+def engine_variables(config: EngineConfig) -> dict[str, str]:
+    """Returns the environment variables of an engine's process; the configuration must hold `num_threads`."""
+    return {
+        **REPLICA_ENVIRONMENT,
+        **gpu_environment(config),
+        # torch reads both variables when it loads OpenMP. Ray gives an actor one thread unless told otherwise.
+        "OMP_NUM_THREADS": str(config.num_threads),
+        # torch's threads would spin long after each operation and keep the kernels' threads from the cores.
+        "GOMP_SPINCOUNT": "1000",
+    }
+
+
 def engine_deployment(
     config: EngineConfig,
     num_replicas: int,
     name: str = "engine",
     autoscaling: AutoscalingOptions | None = None,
     is_alone: bool = False,
+    is_forked: bool = False,
 ) -> Any:
     """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, and
     with `is_alone`. `is_alone` says that there is never more than one replica. With `autoscaling` the number of
-    replicas follows the load.
+    replicas follows the load. If `is_forked`, their processes are forked from one whose imports are done, where that
+    runs (`cluster/serve/starting/warm_process.py`); all nodes must have this interpreter.
     """
+    variables = engine_variables(config)
+    runtime_env: dict[str, Any] = {"env_vars": variables}
+    if is_forked:
+        runtime_env["py_executable"] = warm_process.own_command(variables)
     return serve.deployment(
         DeployedEngine,
         name=name,
@@ -55,16 +74,6 @@ def engine_deployment(
             "num_cpus": own_cpus(config),
             "num_gpus": gpus_each(config) if config.num_ranks == 1 else 0,
             "resources": {TPU: tpus_each(config)} if config.num_ranks == 1 and tpus_each(config) else {},
-            "runtime_env": {
-                "env_vars": {
-                    **REPLICA_ENVIRONMENT,
-                    **gpu_environment(config),
-                    # torch reads both variables when it loads OpenMP. Ray gives an actor one thread unless told
-                    # otherwise.
-                    "OMP_NUM_THREADS": str(config.num_threads),
-                    # torch's threads would spin long after each operation and keep the kernels' threads from the cores.
-                    "GOMP_SPINCOUNT": "1000",
-                }
-            },
+            "runtime_env": runtime_env,
         },
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -12,15 +13,14 @@ import msgspec
 import ray
 from ray import serve
 
-from manta.cluster.config import ServeConfig, ServedModel
+from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
-from manta.cluster.serve.adapters import adapter_registry
-from manta.cluster.serve.adapters.adapter_directory import open_directory, tell_nobody
+from manta.cluster.serve.adapters.adapter_directory import SETTLING_S, NoEngines, open_directory, tell_nobody
 from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.fleet.found import FoundModel, application_name, found_models, with_unloaded
 from manta.cluster.serve.fleet.model_changes import ModelChanges, no_changes
@@ -50,6 +50,11 @@ def tokenizer_of(config: ServeConfig) -> Tokenizer:
     if tokenizer.has_chat_template:
         template_process().start()
     return tokenizer
+
+
+def _adapters_of(engine: EngineConfig) -> tuple[object, ...]:
+    """Returns the options on which a model's adapters depend."""
+    return engine.model, engine.adapter_roots, engine.adapters
 
 
 class _Member:
@@ -97,6 +102,8 @@ class Table(Protocol):
 
     def remove_model(self, name: str) -> None: ...
 
+    def let_leave(self, names: Collection[str]) -> None: ...
+
 
 class Fleet:
     """Owns the clients of all models' engines in one process, which are of the type `client`.
@@ -135,6 +142,7 @@ class Fleet:
         self._changes = changes
         self._handle_of = handle_of
         self._tell_others = tell_others
+        self._settled = time.monotonic() + SETTLING_S
         self._members: dict[str, _Member] = {}
         self._retiring: dict[EngineClient, str] = {}
         """Clients of engines that requests still use, and the names of their models, which have left the table."""
@@ -149,9 +157,11 @@ class Fleet:
         return {member.found.application: name for name, member in self._members.items() if member.found.application}
 
     def is_served(self, name: str) -> bool:
-        """Returns whether a model's engines can be called, or it cannot be served here however they fare."""
+        """Returns whether a model's engines can be called with its adapters, or it cannot be served here however they
+        fare.
+        """
         member = self._members.get(name)
-        return member is not None and (member.client is not None or member.fault is not None)
+        return member is not None and (member.fault is not None or (member.client is not None and member.has_adapters))
 
     def is_running(self, name: str) -> bool:
         """Returns whether engines work for this process, also for clients that have left."""
@@ -180,7 +190,9 @@ class Fleet:
         await self._looking()
 
     async def _look(self) -> None:
-        told = {each.model.model_name: each for each in await asyncio.to_thread(self._told)}
+        models, leaving = await asyncio.to_thread(self._told)
+        told = {each.model.model_name: each for each in models}
+        self._table.let_leave(leaving)
         for name in self._members.keys() - told.keys():
             self._remove(name)
         new = {name: found for name, found in told.items() if self._is_new(name, found)}
@@ -196,14 +208,16 @@ class Fleet:
         members = [member for member in self._members.values() if not member.has_adapters]
         await asyncio.gather(*map(self._use_adapters, members))
 
-    def _told(self) -> list[FoundModel]:
-        """Returns the models that Serve tells, without those that operators have removed and with those on demand."""
+    def _told(self) -> tuple[list[FoundModel], frozenset[str]]:
+        """Returns the models that Serve tells, with those on demand, and the names of those that operators have
+        removed. These stay as long as their engines, because requests may still use them. Another application's model
+        of such a name is not removed.
+        """
         found, changes = self._find(self._address, self.applications.keys()), self._changes()
         listed = changes.placed(self._on_demand)
-        return with_unloaded(
-            (each for each in found if each.model.model_name not in changes.removed),
-            (model for model in listed if model.on_demand),
-        )
+        removed = {application_name(self._address, name): name for name in changes.removed}
+        leaving = frozenset(removed[each.application] for each in found if each.application in removed)
+        return with_unloaded(found, (model for model in listed if model.on_demand)), leaving
 
     def _is_new(self, name: str, found: FoundModel) -> bool:
         """Returns whether a model is not in the table as it was found: it comes, it has other engines, or all its
@@ -249,6 +263,8 @@ class Fleet:
         engines: Engines = AllEngines(Models()) if client is None else client
         state = self._table.add_model(config, tokenizer, engines, metrics)
         state.is_on_demand = found.model.on_demand
+        if before is not None and _adapters_of(before.state.config.engine) == _adapters_of(config.engine):
+            state.use_adapters(before.state.loaded_adapters)  # until the table is read for these engines
         member = self._members[name] = _Member(found, state, client, prepared.fault, prepared.handle)
         self._tell(member, found)
         if found.application:
@@ -269,28 +285,31 @@ class Fleet:
 
     def _change(self, member: _Member, found: FoundModel, tokenizer: Tokenizer, client: EngineClient) -> None:
         """Takes the new options of a model, whose engines have been replaced by now. Its streams go on."""
-        config = self._config.of_model(found.model)
+        before, config = member.state.config.engine, self._config.of_model(found.model)
         client.tokenizer = tokenizer
         client.metrics.show_options(config)
         client.hold_at_most(config.engine.max_num_waiting)
         member.state = self._table.add_model(config, tokenizer, client, client.metrics)
         member.state.is_on_demand = found.model.on_demand
-        member.has_adapters = False
+        if _adapters_of(before) != _adapters_of(config.engine):
+            member.has_adapters = False
+        elif member.has_adapters:
+            member.state.use_adapters(client.loaded_adapters)
         self._tell(member, found)
 
     async def _use_adapters(self, member: _Member) -> None:
-        """Serves the adapters that operators load for a model. The names of a model that is not loaded stay its own."""
+        """Serves the adapters that operators load for a model. Their names stay its own while it is not loaded."""
         state, client = member.state, member.client
-        if client is None and state.config.engine.adapter_roots:
-            name = application_name(self._address, state.model_name)
-            registry = adapter_registry.open_registry(name, state.config.engine.model)
-            state.serve_adapters((await asyncio.to_thread(registry.read)).loaded)
+        engines = NoEngines(application_name(self._address, state.model_name)) if client is None else client
+        directory = open_directory(state.config, engines, self._tell_others, self._settled - time.monotonic())
+        if directory is not None:
+            await directory.follow()
         if client is not None:
-            client.loaded_adapters = open_directory(state.config, client, self._tell_others)
-            state.use_adapters(client.loaded_adapters)
-            if client.loaded_adapters is not None:
-                await client.loaded_adapters.follow()
+            client.loaded_adapters = directory
+        state.use_adapters(directory)
         member.has_adapters = True
+        if directory is not None:
+            await directory.follow()  # others may have told this process of a change meanwhile
 
     async def refresh_adapters(self) -> None:
         """Learns which adapters are loaded."""

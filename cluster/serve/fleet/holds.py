@@ -113,9 +113,15 @@ class Holds:
         await self._change("remove", name)
 
     async def _change(self, method: str, *arguments: object) -> None:
-        """Has the loader change the list of models. Returns when all processes that serve know it."""
+        """Has the loader change the list of models. Returns when all processes that serve know it. Refuses with 503 if
+        one does not learn of it, which says that the change is made.
+        """
         await self._retried(lambda: self._call(method, *arguments), self._now())
-        await self._served.look()
+        try:
+            await self._served.look()
+        except Exception as error:  # Serve's controller or the store does not answer; Ray raises many types
+            cause = f"the change is made, and this process cannot read it yet: {in_words(error)}"
+            refuse("unavailable", cause=cause, remedy="it looks again every half second")
         await self._tell_others()
 
     # ---- what the loader asks --------------------------------------------------------------------------------------

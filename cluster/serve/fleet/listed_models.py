@@ -25,7 +25,9 @@ class ListedModels:
         self._registry = registry
         self._changes = ModelChanges()
         self.is_read = False
-        """Whether the changes were read."""
+        """Whether the changes are known. They are not before they were read, nor after the store has failed to say
+        whether it has kept new ones.
+        """
         self.entries = dict(self._listed)
         """The entries that count now, by name."""
         self.models = {model.model_name: model for model in self._placed}
@@ -63,6 +65,7 @@ class ListedModels:
         await self._keep(ModelChanges(self._changes.version + 1, before.of))
 
     async def _keep(self, changes: ModelChanges) -> None:
+        self.is_read = False
         if not await asyncio.to_thread(self._registry.replace, changes):
             raise ConnectionError("another loader has changed the models")
         self._take(changes)

@@ -30,7 +30,7 @@ from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
 
-STEP_S = 0.25
+STEP_S = 0.1
 """Default of the seconds between two looks at Serve while requests wait."""
 STEPS_AT_MOST = 5
 """Looks at Serve within `STEP_S`, however many requests come."""
@@ -75,9 +75,9 @@ class Deployments(Protocol):
         """Asks Serve."""
         ...
 
-    async def place(self, entry: ServedModel) -> ServedModel:
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         """Returns an entry as it is deployed, with threads, device and absolute paths. Raises `ValueError` if no node
-        has room for it.
+        has room for it, or if its engines cannot go on with the streams of the model as it is there `before`.
         """
         ...
 
@@ -237,8 +237,10 @@ class Loader:
                 raise ConnectionError("this loader of models ends")
             await self._list.read()
             self._note(told)
-            yield
-            self._news.set()
+            try:
+                yield
+            finally:
+                self._news.set()
 
     def _entry(self, name: str) -> ServedModel:
         """Returns the entry of a model of the list. Refuses another name."""
@@ -253,8 +255,9 @@ class Loader:
     async def _put(self, name: str, entry: ServedModel) -> None:
         """Makes an entry of the list what an operator wants, and deploys the model if its engines are to run now."""
         self._check_names(entry)
+        found = self._found.get(name)
         try:
-            placed = await self._deployments.place(entry)
+            placed = await self._deployments.place(entry, None if found is None else found.model)
             if entry.on_demand:
                 await self._measure(placed)
         except (ValueError, OSError) as error:
@@ -262,12 +265,12 @@ class Loader:
         before = await self._list.change(name, entry, placed, self._found)
         self._end_for_operator(name)
         self._refused.pop(name, None)
-        found = self._found.get(name)
         is_wanted = not entry.on_demand if found is None else found.model != self._models[name]
         if is_wanted and not self._is_leaving(name):
             try:
                 await self._deployments.deploy(self._models[name])
             except Exception as error:  # Serve refuses options, or cannot be reached; Ray raises many types
+                self._updated.discard(name)  # Serve may have taken the options before the call failed
                 await self._list.undo(before)
                 refuse("unfit", cause=f"the model cannot be deployed: {in_words(error)}")
         self._updated.add(name)
@@ -310,15 +313,19 @@ class Loader:
     # ---- what it does ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Goes on for ever: makes steps while requests wait, and models are to leave or to be deployed."""
-        self._news.set()
+        """Goes on for ever: makes steps while requests wait, and models are to leave or to be deployed. A step that has
+        failed is made again.
+        """
+        is_done = False
         while True:
-            if not (self._waiting or self._unloading or self._missing()):
+            if is_done and not (self._waiting or self._unloading or self._missing()):
                 await self._wait_for_news(self._retry_s)
             self._news.clear()
             try:
                 await self.step()
+                is_done = True
             except Exception as error:  # the controller may be restarting, and Ray raises many types
+                is_done = False
                 logger.warning("the loader of models tries again: %s", in_words(error))
             await self._wait_for_news(self._step_s)
             await asyncio.sleep(self._step_s / STEPS_AT_MOST)
@@ -342,7 +349,7 @@ class Loader:
             return
         self._note(told)
         await self._follow_options()
-        for name in self._missing():
+        for name in [name for name in self._missing() if not self._is_leaving(name)]:
             await self._start(name)
         for name in [name for name in self._unloading if name in self._found]:
             await self._unload(name)
@@ -375,6 +382,10 @@ class Loader:
             self._stages.pop(name)
             self._granted.pop(name, None)
         self._closed &= self._found.keys()
+        known = self._models.keys() | self._found.keys()
+        self._updated &= known
+        self._retried &= known
+        self._refused = {name: each for name, each in self._refused.items() if name in known}
 
     def _is_own(self, found: FoundModel) -> bool:
         """Returns whether the list decides about an application: those that the loader has deployed, and those that the
@@ -385,10 +396,9 @@ class Loader:
         return found.by_loader or is_listed
 
     def _missing(self) -> list[str]:
-        """Returns the models that are kept, have no application, and may be deployed now."""
+        """Returns the models that are kept, have no application but one that is ending, and may be deployed."""
         kept = [name for name, model in self._models.items() if not model.on_demand]
-        missing = [name for name in kept if name not in self._found and not self._is_leaving(name)]
-        return [name for name in missing if not self._is_held_back(name)]
+        return [name for name in kept if name not in self._found and not self._is_held_back(name)]
 
     def _is_held_back(self, name: str) -> bool:
         """Returns whether a model is not to be deployed yet, because Serve has just refused it."""

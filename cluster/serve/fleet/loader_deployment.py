@@ -17,6 +17,7 @@ from manta.cluster.config import ServedModel
 from manta.cluster.engine.ranks.claims import check_room, node_cpus
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.engine_bytes import engine_bytes
+from manta.cluster.serve.engine.engine_deployment import engine_variables
 from manta.cluster.serve.fleet.found import (
     FoundModel,
     application_name,
@@ -27,10 +28,16 @@ from manta.cluster.serve.fleet.found import (
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.fleet.loader import Loader, Told
-from manta.cluster.serve.fleet.model_application import model_application, placed_model
+from manta.cluster.serve.fleet.model_application import (
+    check_continues,
+    has_one_node,
+    model_application,
+    placed_model,
+)
 from manta.cluster.serve.fleet.model_changes import GcsChanges
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
 from manta.cluster.serve.scaling.cluster_state import is_removed
+from manta.cluster.serve.starting import warm_process
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import in_words, told_in_words
 from manta.structured.visible_logs import logger_of
@@ -68,8 +75,8 @@ class DeployedModels:
         self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
         return Told(models_among(applications, self._address), leaving_among(applications, self._address))
 
-    async def place(self, entry: ServedModel) -> ServedModel:
-        return await asyncio.to_thread(_placed, entry)
+    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
+        return await asyncio.to_thread(_placed, entry, before)
 
     async def num_bytes(self, model: ServedModel) -> int:
         key = msgspec.json.encode(model)
@@ -131,9 +138,11 @@ class DeployedModels:
         await asyncio.to_thread(GcsChanges(self._address).clear)
 
 
-def _placed(entry: ServedModel) -> ServedModel:
+def _placed(entry: ServedModel, before: ServedModel | None) -> ServedModel:
     nodes = node_cpus()
     placed = placed_model(entry, nodes)
+    if before is not None:
+        check_continues(before.engine, placed.engine)
     check_room(placed.engine, entry.num_initial_engines, nodes)
     return placed
 
@@ -180,14 +189,21 @@ class DeployedLoader(ReplicaProcess):
             models = ListedModels(entries, placed, GcsChanges(context.app_name))
             most = Amount(max_loaded, max_bytes)
             self._loader = Loader(context.app_name, models, most, min_loaded_s, self._deployed)
+            self._engines = [model.engine for model in placed if model.on_demand]
         self._running: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
         """Raises if the loader has ended. Serve calls it for the first time before the replica counts as ready."""
         if self._running is None:
             self._running = asyncio.create_task(self._loader.run())
+            await asyncio.to_thread(self._warm_up)
         elif self._running.done():
             raise RuntimeError("the loader of models ended")
+
+    def _warm_up(self) -> None:
+        """Starts the process of which the engines of models on demand are forks, if they all run on this node."""
+        if self._engines and has_one_node():
+            warm_process.start_warm_process(engine_variables(self._engines[0]))
 
     async def load(self, name: str, client: str, timeout_s: float, holder: str) -> None:
         await self._loader.load(name, client, timeout_s, holder)

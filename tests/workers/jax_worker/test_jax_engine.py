@@ -36,6 +36,10 @@ ALIKE = {
     "test_choices_of_one_request_speculate_each_for_itself",
     "test_mixed_batches_keep_their_tokens",
     "test_seeded_tokens_do_not_depend_on_batch",
+    "test_a_nan_row_ends_alone_without_its_blocks",
+    "test_a_draft_raising_between_tokens_leaves_no_trace",
+    "test_a_failed_step_is_recomputed_once_then_unhealthy",
+    "test_the_draft_reads_only_blocks_it_wrote",
 }
 """Tests whose steps are like those of others that `make test` runs here."""
 

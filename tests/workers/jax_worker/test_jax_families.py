@@ -24,7 +24,7 @@ QUICK = {"gemma3": 4, "cohere2": 1, "gpt_oss": 4}
 families on all numbers.
 """
 TWO_GROUPS = {
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lara_mini", "olmo_hybrid"),
     *("bamba", "falcon_h1", "falcon_h1 with norms", "nemotron_h", "mamba2"),
 }
 """Families whose recurrent heads have two groups, which four devices cannot split."""

@@ -82,6 +82,7 @@ def expected() -> list[list[list[int]]]:
     return tokens_of(LLM(folder, device="cpu", **OPTIONS))
 
 
+@pytest.mark.prove
 def test_two_hosts_give_one_hosts_tokens(two_hosts: LLM) -> None:
     wanted = expected()
     assert tokens_of(two_hosts) == wanted

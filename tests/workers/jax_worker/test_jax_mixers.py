@@ -14,6 +14,9 @@ import pytest
 
 from manta.cluster.cli.check import run_check
 from manta.cluster.llm import SamplingParams
+from manta.workers.jax_worker import mixers
+from manta.workers.models.recurrent_shapes import RecurrentKind
+from manta.workers.models.variants import NOT_COMPUTED, OF_KINDS
 from tests.engine import test_layer_kinds_engine, test_recurrent_engine
 from tests.engine.histories import GREEDY, NGRAM, expected, prompts
 from tests.engine.test_mixers_engine import HISTORIES
@@ -26,8 +29,8 @@ from tests.workers.test_models import random_tokens
 
 SMALL: dict[str, Any] = {"device": "tpu", "max_num_batched_tokens": 64}
 MIXERS = ("qwen3_next", "qwen3_5", "granite_hybrid", "bamba", "nemotron_h", "mamba2", "jamba", "falcon_mamba")
-MIXERS += ("lfm2", "lfm2, convolutions only", "kimi_linear", "olmo_hybrid", "falcon_h1")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "kimi_linear")
+MIXERS += ("lfm2", "lfm2, convolutions only", "lfm3", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "falcon_h1")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "axk1")
 
 
 def make_llm(kind: str, **options: Any) -> Any:
@@ -51,7 +54,7 @@ def test_every_history_gives_the_tokens_of_transformers(kind: str, history: str)
 
 @pytest.mark.prove
 @pytest.mark.parametrize("history", test_layer_kinds_engine.HISTORIES)
-@pytest.mark.parametrize("kind", [kind for kind in LATENT if kind not in MIXERS])
+@pytest.mark.parametrize("kind", LATENT)
 def test_latent_vectors_have_every_history(kind: str, history: str) -> None:
     llm = test_layer_kinds_engine.make_llm(kind, **SMALL | test_layer_kinds_engine.HISTORIES[history])
     greedy = [[token_ids] for token_ids in expected(kind)]
@@ -92,6 +95,10 @@ def test_a_check_says_what_states_take(kind: str, capsys: pytest.CaptureFixture[
     engine = {"model": str(folder_of(kind)), "device": "tpu", "dtype": "float32", "speculative": NGRAM}
     assert run_check(None, {"engine": engine}) == 0
     assert "KiB each, of which a decode takes two" in capsys.readouterr().out
+
+
+def test_every_kind_of_recurrent_mixer_is_computed_or_refused() -> None:
+    assert set(mixers.MIXERS) == {kind for kind in RecurrentKind if OF_KINDS.get(kind) not in NOT_COMPUTED["tpu"]}
 
 
 def test_a_delta_net_gives_the_tokens_of_transformers() -> None:

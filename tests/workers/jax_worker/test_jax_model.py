@@ -54,7 +54,7 @@ def expected(family: str) -> list[list[list[int]]]:
     return outputs
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "num_devices"), COMBINATIONS)
 def test_tokens_equal_the_cpu_platforms_on_every_mesh(family: str, num_devices: int) -> None:
     llm = LLM(str(folder_of(family)), device="tpu", tensor_parallel_size=num_devices, **SMALL)

@@ -105,6 +105,7 @@ def test_nothing_compiles_after_the_start(compilations: list[str], speculative: 
     assert len({size_for(count, sizes_up_to(64)) for count in steps if count}) == len(sizes_up_to(64))
 
 
+@pytest.mark.prove
 def test_a_second_equal_worker_compiles_nothing(compilations: list[str]) -> None:
     options = ModelOptions(
         model=str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16,
@@ -128,6 +129,7 @@ def test_the_cache_is_updated_in_place() -> None:
     assert [pages.unsafe_buffer_pointer() for pages in model.pages] == before
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if PROVE else ["bfloat16"])
 def test_a_steps_memory_does_not_grow_with_cache(dtype: str) -> None:
     sizes = []

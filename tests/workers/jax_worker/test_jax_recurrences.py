@@ -141,6 +141,7 @@ ROUTERS = [
 ]
 ROUTERS += [
     msgspec.structs.replace(ROUTERS[0], num_groups=4, num_chosen_groups=2, ranks_groups_by=2),
+    msgspec.structs.replace(ROUTERS[0], num_groups=4, num_chosen_groups=1, scores_others_zero=True),
     msgspec.structs.replace(ROUTERS[0], num_groups=3, num_chosen_groups=1, scores="softmax", normalises=False),
 ]
 

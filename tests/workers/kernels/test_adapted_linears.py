@@ -28,6 +28,7 @@ KINDS = {
     "int8": {"rounded_to": 8},
     "int4, gated": {"rounded_to": 4, "gated": True},
     "a gate that is not compiled": {"gated": True, "activation": "gelu"},
+    "int4, a gate that is not compiled": {"rounded_to": 4, "gated": True, "activation": "clamped"},
 }
 
 
@@ -61,11 +62,11 @@ def step_of(adapters: list[int | None], scale: float = 1.0) -> AttentionMetadata
     return AttentionMetadata.build(QueryTokens(np.zeros(len(adapters), np.int64), lens, tables, 16, adapters=rows))
 
 
-def adapted(kind: str, dtype: torch.dtype) -> tuple[Linear, Linear, AdaptedLinear]:
+def adapted(kind: str, dtype: torch.dtype, exact: bool = False) -> tuple[Linear, Linear, AdaptedLinear]:
     """The linear alone, and the same with adapters of all `RANKS` by number."""
     weight = LinearWeight("linear", random(5, OUT, IN).to(dtype) / IN**0.5, random(6, OUT).to(dtype), dtype)
     weight = dataclasses.replace(weight, **KINDS[kind])
-    linear, holder = adapt(make_linear(weight), CpuLinearAdapting())
+    linear, holder = adapt(make_linear(weight), CpuLinearAdapting(exact))
     for number, rank in enumerate(RANKS):
         holder.hold(number, low_rank(number, rank, dtype))
     return make_linear(weight), linear, holder
@@ -86,6 +87,52 @@ def test_a_row_has_its_own_adapter_whatever_the_other_rows_have(form: str, kind:
         else:
             assert (together[row] - plain[row]).abs().max() > 0.01, "the adapter changes something"
         torch.testing.assert_close(together[row], one, atol=1e-4, rtol=2e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4, gated", "int4, a gate that is not compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_exact_rows_have_the_same_bits_in_every_form_and_batch(form: str, kind: str, dtype: torch.dtype) -> None:
+    """Alone, beside rows of other adapters, and in the form that this processor would choose."""
+    if form == TORCH:
+        pytest.skip("exact needs the compiled kernels")
+    numbers: list[int | None] = [None, 0, 1, None, 2, 3, 4, 0, *[4] * 30, None, *[2] * 3]
+    x = random(7, len(numbers), IN).to(dtype)
+    linear = adapted(kind, dtype, exact=True)[1]
+    together = linear.forward(x, step_of(numbers)).clone()
+    for row, number in enumerate(numbers):
+        assert torch.equal(linear.forward(x[row : row + 1], step_of([number]))[0], together[row])
+    with in_form(COMPILED[0]):
+        assert torch.equal(adapted(kind, dtype, exact=True)[1].forward(x, step_of(numbers)), together)
+
+
+def in_lanes(x: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """Products of rows in 16 lanes whose sums are added by halves. Terms that are fused are exact in float64 here,
+    because the numbers have few bits.
+    """
+    lanes = np.zeros((len(x), len(a), 16), dtype=np.float32)
+    for k in range(x.shape[1]):
+        term = x[:, None, k].astype(np.float64) * a[None, :, k]
+        lanes[:, :, k % 16] = (lanes[:, :, k % 16] + term).astype(np.float32)
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:, :, :half] + lanes[:, :, half : 2 * half]
+    return lanes[:, :, 0]
+
+
+def test_exact_sums_have_the_order_of_the_design(form: str) -> None:
+    """`docs/design.md` has it: 16 lanes and one tree, then one sum over the ranks in order."""
+    if form == TORCH:
+        pytest.skip("exact needs the compiled kernels")
+    rank = 70
+    weight = LinearWeight("zeros", torch.zeros(OUT, IN), None, torch.float32, rounded_to=8)
+    linear, holder = adapt(make_linear(weight), CpuLinearAdapting(exact=True))
+    sizes = (5, IN), (rank, IN), (rank, OUT)
+    x, a, b = (random(seed, *size).bfloat16().float() for seed, size in enumerate(sizes))
+    holder.hold(0, LowRank(a, (LowRankPart(b, 0, 0, 0.25),)))
+    products, expected = in_lanes(x.numpy(), a.numpy()), np.zeros((5, OUT), dtype=np.float32)
+    for place in range(rank):
+        term = products[:, place, None].astype(np.float64) * b.numpy()[place]
+        expected = (expected + term).astype(np.float32)
+    assert torch.equal(linear.forward(x, step_of([0] * 5)), torch.from_numpy(expected * np.float32(0.25)))
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("plain", 1.0), ("gated", 1.0), ("plain", -0.3)])

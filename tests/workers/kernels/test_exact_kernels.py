@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from manta.workers.decoders.rope_table import rope_table
-from manta.workers.kernels import cpu, cpu_exact, cpu_sampler, reference
+from manta.workers.kernels import cpu, cpu_exact, cpu_products, cpu_sampler, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.exponential import exponential
 from manta.workers.kernels.query_tokens import QueryTokens
@@ -258,9 +258,9 @@ def test_parts_of_recurrent_layers(form: str) -> None:
 def test_products_of_heads(form: str, dtype: torch.dtype) -> None:
     """Their bits do not depend on the other rows, and a part of a wider row is read where it lies."""
     wide, weight = numbers(27, 9, 3, 50, dtype=dtype), numbers(28, 3, 40, 70, dtype=dtype)
-    whole = cpu_exact.head_products(wide[..., :40], weight)
+    whole = cpu_products.head_products(wide[..., :40], weight)
     check("products of heads", dtype, whole)
-    assert torch.equal(cpu_exact.head_products(wide[5:6, :, :40], weight), whole[5:6])
+    assert torch.equal(cpu_products.head_products(wide[5:6, :, :40], weight), whole[5:6])
     expected = torch.einsum("thi,hio->tho", wide[..., :40].double(), weight.double())
     torch.testing.assert_close(whole.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
 

@@ -60,6 +60,24 @@ def test_one_call_gives_the_bits_of_one_by_one(dtype: torch.dtype, bits: int | N
         assert torch.equal(result, LoopedExperts(experts, scales_inputs=True).forward(x, chosen, shares)), kind
 
 
+@pytest.mark.parametrize(("dtype", "bits"), FORMATS[:3])
+def test_a_number_of_no_expert_adds_nothing(dtype: torch.dtype, bits: int | None) -> None:
+    """As of experts that other ranks have: parts of a layer's experts add up to the whole layer."""
+    experts, num_rows = make_experts(dtype, bits), 9
+    x = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    shares = torch.rand(num_rows, NUM_CHOSEN, generator=torch.Generator().manual_seed(3))
+    for kind, chosen in choices(num_rows).items():
+        expected = LoopedExperts(experts).forward(x, chosen, shares)
+        for join in (LoopedExperts, cpu_experts.fuse):
+            first, second = join(experts[:3]), join(experts[3:])
+            if first is None or second is None:
+                pytest.skip("no kernels on this machine")
+            found = first.forward(x, chosen, shares) + second.forward(x, chosen - 3, shares)
+            torch.testing.assert_close(found, expected, msg=kind)
+            nothing = first.forward(x, torch.full_like(chosen, -1), shares)
+            assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS[2:])
 def test_a_row_of_integers_is_the_same_in_every_batch(dtype: torch.dtype, bits: int | None) -> None:
     fused = cpu_experts.fuse(make_experts(dtype, bits))

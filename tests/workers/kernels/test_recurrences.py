@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -255,6 +256,8 @@ def test_compiled_norms_and_gates_are_those_of_torch(form: str, size: int) -> No
         assert close(cpu_recurrence.row_norm(gate, squares, 4 * size, weight, 1e-6), expected)
     assert close(cpu_recurrence.exp(wide), recurrent_layer.exp(wide))
     assert close(cpu_recurrence.cap(wide, 30.0), recurrent_layer.cap(wide, 30.0))
+    positive = wide.exp()
+    assert torch.equal(cpu_recurrence.sqrt(positive), torch.from_numpy(np.sqrt(positive.numpy())))
     assert close(cpu_recurrence.centred_heads(x, 1e-6), recurrent_layer.centred_heads(x, 1e-6))
     assert cpu_recurrence.softplus(torch.full((1, 1), torch.nan), torch.zeros(1)).isnan().all()
 

@@ -23,6 +23,8 @@ from manta.workers.kernels.triton.metadata import Layout, build_metadata
 from manta.workers.kernels.triton.rows import silu_and_mul
 from manta.workers.kernels.weights import Experts, GatedMlpWeights, LinearWeight
 from manta.workers.models.model_config import ExpertsConfig
+from manta.workers.parallel.sharded_layers import ExpertsOfRank
+from manta.workers.parallel.split import experts_of_rank
 from manta.workers.platforms.cuda import CudaPlatform
 from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 
@@ -191,6 +193,22 @@ def test_any_choice_is_computed(form: str) -> None:
         torch.tensor([[0, NUM_EXPERTS - 1], [NUM_EXPERTS - 1, 1]], device=DEVICE).repeat(6, 1),
     ):
         check(both(form, torch.float32), x, choices, shares[:, : choices.shape[1]], form)
+
+
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("form", ["plain", "int4 in any order"])
+def test_parts_of_ranks_that_divide_experts_add_up(form: str) -> None:
+    """Each rank gets the choices of all, and computes those of its own experts."""
+    _, looped = both(form, torch.float32)
+    experts = make_experts(form, torch.float32)
+    shares_of_ranks = [experts_of_rank(NUM_EXPERTS, rank, 2) for rank in range(2)]
+    ranks = [
+        ExpertsOfRank(join(experts[held.start : held.stop], len(held), "silu", False), held) for held in shares_of_ranks
+    ]
+    for num_rows in (1, 9):
+        x, chosen, shares = step(num_rows, torch.float32)
+        found = sum(rank.forward(x, chosen, shares) for rank in ranks)
+        torch.testing.assert_close(found, looped.forward(x, chosen, shares), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.few(1)

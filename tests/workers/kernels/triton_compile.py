@@ -26,10 +26,13 @@ from triton.compiler import ASTSource
 
 from manta.structured.masks import MaskBatch, row_words
 from manta.workers.checkpoints.formats.compressed_tensors import FP4_CODEBOOK
+from manta.workers.kernels.adapted_linear import LowRank, LowRankPart
+from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.triton import (
+    adapted_linear,
     attention,
     attention_tiles,
     chunked_recurrence,
@@ -74,8 +77,8 @@ LAUNCHED = (
 )  # fmt: skip
 """Beginnings of the names of kernels that the host launches; the others are called by these."""
 KERNEL_MODULES = (
-    attention, chunked_recurrence, convolution, edits, expert_products, expert_rows, gates, quantized_linear,
-    recurrence, rope, rounded_rows, router, rows,
+    adapted_linear, attention, chunked_recurrence, convolution, edits, expert_products, expert_rows, gates,
+    quantized_linear, recurrence, rope, rounded_rows, router, rows,
     sampler,
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -418,6 +421,17 @@ def compile_experts() -> None:
         experts(QWEN3_30B, num_rows, None, torch.float16)
 
 
+def adapt(dtype: torch.dtype) -> None:
+    """A linear of queries, keys and values with an adapter of rank 16, for both sizes of blocks of rows."""
+    linear = adapted_linear.TritonAdaptedLinear(TorchLinear(torch.zeros(6144, 4096, dtype=dtype)), CPU)
+    places = (0, 4096), (4096, 1024), (5120, 1024)
+    parts = (
+        LowRankPart(torch.zeros(16, num_outputs, dtype=dtype), 16 * index, first, 1.0)
+        for index, (first, num_outputs) in enumerate(places)
+    )
+    linear.hold(0, LowRank(torch.zeros(48, 4096, dtype=dtype), tuple(parts)))
+
+
 def recur(lens: list[int], shape: tuple[int, int, int, int], kind: str, dtype: torch.dtype) -> None:
     """A recurrence with `shape` key heads, heads, key_dim and value_dim, its convolution, gates and norms."""
     num_groups, num_heads, key_dim, value_dim = shape
@@ -482,6 +496,7 @@ def main() -> None:
         rows.rms_norm(x, weight, 1e-5)
         rows.add_rms_norm(x, x.clone(), weight, 1e-5)
         rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
+        adapt(dtype)
         for num_rows in (1, 40, 2048):
             for bits, group in ((8, 128), (8, 4096), (4, 32), (4, 128)):
                 multiply(bits, group, num_rows, dtype, gated=num_rows > 1)

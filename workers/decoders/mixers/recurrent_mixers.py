@@ -12,6 +12,7 @@ from manta.workers.decoders.mixers.gated_delta import gated_delta
 from manta.workers.decoders.mixers.kimi_delta import kimi_delta
 from manta.workers.decoders.mixers.lightning import lightning
 from manta.workers.decoders.mixers.matrix_memory import matrix_memory
+from manta.workers.decoders.mixers.rg_lru import rg_lru
 from manta.workers.decoders.mixers.selective_scan import selective_scan
 from manta.workers.decoders.mixers.state_space import state_space
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -46,4 +47,5 @@ MIXERS: dict[RecurrentKind, RecurrentMixer] = {
     RecurrentKind.SELECTIVE_SCAN: selective_scan,
     RecurrentKind.LIGHTNING: lightning,
     RecurrentKind.MATRIX_MEMORY: matrix_memory,
+    RecurrentKind.RG_LRU: rg_lru,
 }

@@ -25,25 +25,22 @@ def selective_scan(
 ) -> torch.Tensor:
     """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
 
-    `input` gives x and a gate of each channel, and `selection` makes of x the vector of the time steps, B and C.
-    `states` are the windows of the convolution and the states of the channels.
+    `input` gives x and a gate of each channel. Of each head's x, `selection` makes the vector of the time steps, B and
+    C, and `time` the time steps of the head's channels. `states` are the windows of the convolution and the states of
+    the channels.
     """
     shape, tensors, inputs = weights.shape, weights.tensors, weights.inputs
     assert isinstance(shape, SelectiveShape)
     projected = inputs["input"].forward(x, metadata)
     values, gate = projected.float().chunk(2, dim=-1)
     values = kernels.convolve(values, tensors["kernel"], tensors.get("kernel_bias"), states[0], step, activates=True)
-    selected = inputs["selection"].forward(values.to(x.dtype), metadata)
-    parts = selected.split([shape.step_rank, shape.state_size, shape.state_size], dim=-1)
-    if shape.norm_eps is not None:
-        parts = tuple(
-            _normed(part, tensors.get(name), shape.norm_eps, kernels) for name, part in zip(_NORMS, parts, strict=True)
-        )
-    time, b, c = parts
-    time = kernels.softplus(inputs["time"].forward(time.contiguous(), metadata).float(), tensors["time_bias"])
+    by_head = values.to(x.dtype).chunk(shape.num_heads, dim=-1)
+    selected = [_selected(head, rows.contiguous(), weights, metadata, kernels) for head, rows in enumerate(by_head)]
+    time, b, c = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*selected, strict=True))
+    time = kernels.softplus(time.float(), tensors["time_bias"])
     of_tokens = RecurrentInputs(
-        query=c.float().unsqueeze(1),
-        key=b.float().unsqueeze(1),
+        query=c.float(),
+        key=b.float(),
         value=(values * time).unsqueeze(-1),
         log_decay=time,
         rates=tensors["rates"],
@@ -51,6 +48,25 @@ def selective_scan(
     )
     outputs = kernels.recur(of_tokens, states[1], step).squeeze(-1) + values * tensors["skip"]
     return weights.output.forward((outputs * kernels.silu(gate)).to(x.dtype), metadata)
+
+
+def _selected(
+    head: int, rows: torch.Tensor, weights: RecurrentWeights, metadata: AttentionMetadata, kernels: RecurrentKernels
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what a head selects of its rows [num_tokens, channels]: the time steps of its channels before softplus,
+    [num_tokens, channels], and B and C, [num_tokens, 1, state_size].
+    """
+    shape, tensors, inputs = weights.shape, weights.tensors, weights.inputs
+    assert isinstance(shape, SelectiveShape)
+    selected = inputs[shape.of_head("selection", head)].forward(rows, metadata)
+    parts = selected.split([shape.step_rank, shape.state_size, shape.state_size], dim=-1)
+    if shape.norm_eps is not None:
+        parts = tuple(
+            _normed(part, tensors.get(name), shape.norm_eps, kernels) for name, part in zip(_NORMS, parts, strict=True)
+        )
+    time, b, c = parts
+    time = inputs[shape.of_head("time", head)].forward(time.contiguous(), metadata)
+    return time, b.unsqueeze(1), c.unsqueeze(1)
 
 
 def _normed(part: torch.Tensor, weight: torch.Tensor | None, eps: float, kernels: RecurrentKernels) -> torch.Tensor:

@@ -2,7 +2,8 @@
 // each row of a step has an adapter of its own, or none. Rows of one adapter go together. Products are summed in
 // float32 and added to the linear's own sums before its bias is, its gate runs and it is rounded, so a row without an
 // adapter has the same bits as without this file. A row's sums run over its inputs in order, so its result does not
-// depend on the other rows. Called by cpu_adapters.py.
+// depend on the other rows. EXACT sums have one order in every form, each term fused: those over inputs have SUM_LANES
+// lanes, and those over ranks run in the order of the ranks. Called by cpu_adapters.py.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -54,6 +55,7 @@ struct AdaptedLinear {
     const LowRank* adapters;  // by number
     const StepRows* step;
     int dtype, in_features, out_features, width;  // `width` is that of y, half of `out_features` with a gate
+    int exact;
 };
 
 // Rows of one adapter that are computed together.
@@ -115,8 +117,31 @@ void multiply_a(const T* const* x, const T* a, int in_features, float* to, int s
         for (int rank = 0; rank < RANKS; rank++) to[row * stride + rank] = sum_of(sums[row][rank]);
 }
 
+// The same with sums of one order.
+template <class T, int ROWS, int RANKS>
+void multiply_a_exactly(const T* const* x, const T* a, int in_features, float* to, int stride) {
+    float lanes[ROWS][RANKS][SUM_LANES];
+    for (int first = 0; first < SUM_LANES; first += LANES) {
+        Floats sums[ROWS][RANKS] = {};
+        for (int k = first; k < in_features; k += SUM_LANES) {
+            Floats columns[RANKS];
+            for (int rank = 0; rank < RANKS; rank++)
+                columns[rank] = load_upto(a + (int64_t)rank * in_features + k, in_features - k);
+            for (int row = 0; row < ROWS; row++) {
+                const Floats inputs = load_upto(x[row] + k, in_features - k);
+                for (int rank = 0; rank < RANKS; rank++)
+                    sums[row][rank] = add_product_exactly(sums[row][rank], inputs, columns[rank]);
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int rank = 0; rank < RANKS; rank++) store(lanes[row][rank] + first, sums[row][rank]);
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int rank = 0; rank < RANKS; rank++) to[row * stride + rank] = total_of(lanes[row][rank]);
+}
+
 // scale * products @ b of ROWS rows and TILE vectors of outputs, `left` of which exist.
-template <class T, int ROWS>
+template <class T, bool EXACT, int ROWS>
 void multiply_b(const float* products, int stride, const Part& part, float scale, int output, float* const* to) {
     const int left = part.num_outputs - output;
     const T* b = (const T*)part.b + output;
@@ -126,7 +151,9 @@ void multiply_b(const float* products, int stride, const Part& part, float scale
         for (int v = 0; v < TILE; v++) columns[v] = load_upto(b + v * LANES, left - v * LANES);
         for (int row = 0; row < ROWS; row++) {
             const Floats product = splat(products[row * stride + part.first_rank + rank]);
-            for (int v = 0; v < TILE; v++) sums[row][v] = add_product(sums[row][v], product, columns[v]);
+            for (int v = 0; v < TILE; v++)
+                sums[row][v] = EXACT ? add_product_exactly(sums[row][v], product, columns[v])
+                                     : add_product(sums[row][v], product, columns[v]);
         }
     }
     for (int v = 0; v < TILE; v++) {
@@ -137,7 +164,7 @@ void multiply_b(const float* products, int stride, const Part& part, float scale
     }
 }
 
-template <class T>
+template <class T, bool EXACT>
 class AddedRows {
   public:
     // The rows [first, last) of the step.
@@ -211,13 +238,18 @@ class AddedRows {
                 if (task.at == 0 && !covers(*group.adapter))
                     std::fill_n(sums_[group.first_addend + row + i], linear_.out_features, 0.0f);
             }
-            for (int j = task.at; j < last; j += TILE)
+            for (int j = task.at; j < last; j += TILE) {
+                const T* const a = (const T*)group.adapter->a + (int64_t)j * in;
+                float* const to = group.products + row * rank + j;
                 with_constant<TILE>(rows, [&](auto num_rows) {
                     with_constant<TILE>(std::min(TILE, last - j), [&](auto num_ranks) {
-                        multiply_a<T, num_rows, num_ranks>(x, (const T*)group.adapter->a + (int64_t)j * in, in,
-                                                           group.products + row * rank + j, rank);
+                        if constexpr (EXACT)
+                            multiply_a_exactly<T, num_rows, num_ranks>(x, a, in, to, rank);
+                        else
+                            multiply_a<T, num_rows, num_ranks>(x, a, in, to, rank);
                     });
                 });
+            }
         }
     }
 
@@ -229,8 +261,8 @@ class AddedRows {
         for (int output = task.output; output < last; output += TILE * LANES)
             for (int row = task.row; row < end; row += TILE)
                 with_constant<TILE>(std::min(TILE, end - row), [&](auto num_rows) {
-                    multiply_b<T, num_rows>(group.products + row * rank, rank, part, part.scale * group.scale, output,
-                                            sums_.data() + group.first_addend + row);
+                    multiply_b<T, EXACT, num_rows>(group.products + row * rank, rank, part, part.scale * group.scale,
+                                                   output, sums_.data() + group.first_addend + row);
                 });
     }
 
@@ -249,7 +281,7 @@ class AddedRows {
     int num_rows_ = 0;
 };
 
-template <class T>
+template <class T, bool EXACT>
 void run_adapted(const AdaptedLinear& linear, const T* x, T* y, int num_rows) {
     const int64_t fitting = MOST_ADDEND_BYTES / ((int64_t)linear.out_features * sizeof(float));
     const int blocks = 1 + (num_rows - 1) / std::max<int64_t>(LEAST_PART_ROWS, fitting);
@@ -257,7 +289,7 @@ void run_adapted(const AdaptedLinear& linear, const T* x, T* y, int num_rows) {
         const int first = (int64_t)num_rows * b / blocks, last = (int64_t)num_rows * (b + 1) / blocks;
         const T* const from = x + (int64_t)first * linear.in_features;
         T* const to = y + (int64_t)first * linear.width;
-        AddedRows<T> added(linear, x, first, last);
+        AddedRows<T, EXACT> added(linear, x, first, last);
         if (added.are_none())
             linear.run(linear.self, from, to, last - first);
         else
@@ -279,8 +311,12 @@ extern "C" int manta_adapters_layout(int which) {
 extern "C" void manta_run_adapted_linear(const void* linear, const void* x, void* y, int num_rows) {
     const AdaptedLinear& l = *(const AdaptedLinear*)linear;
     if (l.step->num_segments == 0 || num_rows == 0) return l.run(l.self, x, y, num_rows);
-    if (l.dtype == 0)
-        run_adapted(l, (const float*)x, (float*)y, num_rows);
-    else
-        run_adapted(l, (const bf16*)x, (bf16*)y, num_rows);
+    const auto run = [&](auto element, auto is_exact) {
+        using T = decltype(element);
+        run_adapted<T, is_exact>(l, (const T*)x, (T*)y, num_rows);
+    };
+    const auto run_in = [&](auto element) {
+        l.exact ? run(element, std::true_type()) : run(element, std::false_type());
+    };
+    l.dtype == 0 ? run_in(float()) : run_in(bf16());
 }

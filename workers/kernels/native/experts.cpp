@@ -23,16 +23,21 @@ struct Choice {
     bool scales_inputs;  // the shares multiply what the experts get, instead of their results
 };
 
-// The places in a `Choice`, sorted by expert: those of expert e are places[starts[e]..starts[e + 1]), in order.
+// The places in a `Choice`, sorted by expert: those of expert e are places[starts[e]..starts[e + 1]), in order. A number
+// that is no expert's has no place.
 struct Sorted {
     std::vector<int> starts, places;
 
-    Sorted(const Choice& choice, int num_experts)
-        : starts(num_experts + 1), places(choice.num_rows * choice.num_chosen) {
-        for (size_t i = 0; i < places.size(); i++) starts[choice.experts[i] + 1]++;
+    Sorted(const Choice& choice, int num_experts) : starts(num_experts + 1) {
+        const int num_choices = choice.num_rows * choice.num_chosen;
+        const auto is_expert = [&](int i) { return choice.experts[i] >= 0 && choice.experts[i] < num_experts; };
+        for (int i = 0; i < num_choices; i++)
+            if (is_expert(i)) starts[choice.experts[i] + 1]++;
         for (int e = 0; e < num_experts; e++) starts[e + 1] += starts[e];
+        places.resize(starts[num_experts]);
         std::vector<int> next(starts.begin(), starts.end() - 1);
-        for (size_t i = 0; i < places.size(); i++) places[next[choice.experts[i]]++] = (int)i;
+        for (int i = 0; i < num_choices; i++)
+            if (is_expert(i)) places[next[choice.experts[i]]++] = i;
     }
 };
 
@@ -84,7 +89,7 @@ extern "C" int manta_experts_layout(int) {
 
 // x [num_rows, hidden], of dtype 0: float32 or 1: bfloat16 -> y float [num_rows, hidden]. chosen int64 [num_rows,
 // num_chosen]
-// names different experts in a row, and shares float [num_rows, num_chosen] weight their results. `inner` is the width
+// names different experts in a row, or numbers of none, and shares float [num_rows, num_chosen] weight their results. `inner` is the width
 // of what an expert's gates let through.
 extern "C" void manta_experts(int dtype, const void* experts, int num_experts, const void* x, const void* chosen,
                               const void* shares, void* y, int num_rows, int num_chosen, int hidden, int inner,

@@ -434,6 +434,14 @@ void manta_exp(const float* x, float* output, int64_t count) {
     compute_each(x, output, count, [](Floats value) { return exp2_of<false>(value * LOG2_E); });
 }
 
+// The nearest number to the root of each, as IEEE 754 defines it
+void manta_sqrt(const float* x, float* output, int64_t count) {
+    compute_each(x, output, count, [](Floats value) {
+        for (int lane = 0; lane < LANES; lane++) value[lane] = std::sqrt(value[lane]);
+        return value;
+    });
+}
+
 // limit * tanh(x / limit)
 void manta_cap(const float* x, float* output, int64_t count, float limit) {
     compute_each(x, output, count, [limit](Floats value) { return tanh_of(value / limit) * limit; });

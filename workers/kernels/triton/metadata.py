@@ -19,6 +19,7 @@ from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.shared_prefixes import SharedPrefixes
 from manta.workers.kernels.transfer import move, staging
+from manta.workers.kernels.triton.adapter_blocks import AdapterBlocks, place_blocks
 from manta.workers.kernels.triton.launch import aligned_places
 from manta.workers.kernels.triton.work import ITEM_COLUMNS, MERGE_COLUMNS, WorkShape, plan_work
 
@@ -111,6 +112,8 @@ class DeviceMetadata(AttentionMetadata):
     """All arrays except the block tables, int32, in the sizes of `layout`; None if not padded."""
     layout: Layout | None = None
     """The layout that the step is padded to, if a graph may run it."""
+    adapter_blocks: AdapterBlocks | None = None
+    """The rows of `adapters` in blocks; None if no row has an adapter."""
     chunk_size: int | None = None
     """Length of the chunks whose tokens see one another; None for layers without chunks."""
 
@@ -174,6 +177,8 @@ def build_metadata(
         packed=None if layout is None else buffer[:end],
         layout=layout,
         states=None if host.states is None else states_of(views, host.states.is_decode),
+        adapters=tokens.adapters,
+        adapter_blocks=None if tokens.adapters is None else place_blocks(tokens.adapters, device),
     )
     add_other_groups(step, views, device_tables[1:])
     return step

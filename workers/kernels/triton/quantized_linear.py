@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.triton.device_weight import DeviceWeight
 from manta.workers.kernels.triton.grouped_sums import (
@@ -30,6 +31,7 @@ from manta.workers.kernels.triton.launch import num_processors
 from manta.workers.kernels.triton.library_products import choose_product
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_rows
 from manta.workers.kernels.triton.rows import silu_and_mul
+from manta.workers.kernels.weights import Linear
 
 _BLOCK_ROWS = (8, 16, 32, 64, 128)
 _BLOCK_OUTPUTS = (128, 64, 32, 16)
@@ -60,6 +62,10 @@ class TritonQuantizedLinear:
     ) -> TritonQuantizedLinear:
         """Copies a weight to the device. The bias is there already."""
         return cls(DeviceWeight.of(weight, bias, device), gated)
+
+    def with_gate_apart(self) -> Linear:
+        """Returns the same function as a linear and its gate, which is rounded in between; itself if it has none."""
+        return GatedLinear(TritonQuantizedLinear(self.weight), silu_and_mul) if self.gated else self
 
     @property
     def rounding(self) -> RowRounding:

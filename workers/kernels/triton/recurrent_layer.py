@@ -6,9 +6,11 @@ from manta.workers.kernels.recurrent_layer import (
     cap,
     centred_heads,
     exp,
+    head_products,
     row_norm,
     running_max,
     silu,
+    sqrt,
     sums_of_squares,
 )
 from manta.workers.kernels.triton.convolution import convolve
@@ -21,12 +23,14 @@ __all__ = [
     "convolve",
     "exp",
     "gated_norm",
+    "head_products",
     "recur",
     "row_norm",
     "running_max",
     "sigmoid",
     "silu",
     "softplus",
+    "sqrt",
     "sums_of_squares",
     "unit_heads",
 ]

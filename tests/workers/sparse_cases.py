@@ -1,0 +1,48 @@
+"""Tiny models whose attention reads the tokens that an indexer chooses, and others that GPUs refuse, for
+`test_layer_kinds.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.workers.attention_cases import EXPERTS, OTHER_SCALE, YARN_PAIR
+from tests.workers.recurrent_cases import LATENT, Case
+
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
+"""So many heads that hardly any score is zero: transformers leaves to torch which of equal scores counts more."""
+CHOICE = {"choice of tokens": {"index_topk": 512}, "number of tokens": {"index_topk": 24}}
+SPARSE_CASES: dict[str, Case] = {
+    "deepseek_v32": Case(
+        "DeepseekV32Config",
+        LATENT
+        | EXPERTS
+        | INDEXER
+        | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN_PAIR, "attention_bias": True},
+        CHOICE | {"groups of experts": {"n_group": 1, "topk_group": 1}} | OTHER_SCALE,
+    ),
+    "glm_moe_dsa": Case(
+        "GlmMoeDsaConfig",
+        LATENT | EXPERTS | INDEXER | {"indexer_types": ["full", "shared", "full", "shared"]},
+        CHOICE,
+    ),
+    "axk2": Case(
+        "AXK2Config",
+        LATENT | EXPERTS | INDEXER | {"n_group": 4, "topk_group": 2, "gated_norm_rank": 6, "attention_bias": True},
+        CHOICE | {"groups of experts": {"n_group": 1, "topk_group": 1}},
+    ),
+    "longcat_flash": Case(
+        "LongcatFlashConfig",
+        LATENT
+        | {
+            "head_dim": 8,
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "expert_ffn_hidden_size": 32,
+            "routed_scaling_factor": 2.0,
+            "pad_token_id": None,
+        },
+        {"scaled shares": {"routed_scaling_factor": 1.0}, "choice of three experts": {"moe_topk": 2}},
+    ),
+}

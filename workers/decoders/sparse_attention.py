@@ -1,0 +1,177 @@
+"""Attention to the tokens that an indexer chooses (DeepSeek Sparse Attention; DeepSeek-V3.2, 2025,
+https://arxiv.org/abs/2512.02556, section 2.1).
+
+An indexer has small query heads, and one key a token, which is cached as the last dimensions of the token's latent
+head. The score of an earlier token is the sum over the heads of `relu(query . key)`, times a share of each head that is
+computed of the hidden state. A token attends to the `num_chosen` tokens with the best scores, or to all if there are
+no more. Of equal scores the earlier token's counts as the better one, whatever is computed in the same step.
+
+The cached heads of the chosen tokens are copied side by side, to blocks of a sequence that has no other tokens. So the
+platform's own kernel attends to them, and reads nothing of a token that was not chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.weights import IndexerWeights
+from manta.workers.models.model_config import HeadShape, IndexerShape
+
+PIECE_BYTES = 32 << 20
+"""Largest buffer of scores, and of copied heads, which are made for as many tokens at a time as fit."""
+
+
+@dataclasses.dataclass(slots=True)
+class TokenChoice:
+    """The tokens that those of a step attend to. A layer with an indexer replaces what the one before it chose."""
+
+    slots: torch.Tensor | None = None
+    """int32 [num_tokens, num_chosen]: KV slots in the order of their positions. None if every token attends to all."""
+    lens: torch.Tensor | None = None
+    """int32 [num_tokens]: how many of the slots count."""
+
+    def take(self, other: TokenChoice) -> None:
+        self.slots, self.lens = other.slots, other.lens
+
+
+def index_keys(
+    weights: IndexerWeights, normed: torch.Tensor, cos_sin: torch.Tensor, rope_dim: int, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """Returns the rotated keys of normed hidden states, float32 [num_tokens, head_dim]."""
+    shape = weights.shape
+    keys = weights.keys.forward(normed, metadata).float()
+    keys = F.layer_norm(keys, (shape.head_dim,), weights.key_norm, weights.key_bias, shape.norm_eps)
+    return _rotated(keys.to(normed.dtype).unsqueeze(1), cos_sin, rope_dim, shape, metadata).squeeze(1)
+
+
+def choose_tokens(
+    weights: IndexerWeights,
+    normed: torch.Tensor,
+    query_latents: torch.Tensor,
+    cos_sin: torch.Tensor,
+    rope_dim: int,
+    cached_keys: torch.Tensor,
+    metadata: AttentionMetadata,
+    piece_bytes: int = PIECE_BYTES,
+) -> TokenChoice:
+    """Returns what the tokens of a step attend to, by their normed hidden states and the normed latent vectors of their
+    queries. `cached_keys` [num_blocks, block_size, ...] are those of all KV slots, this step's written. Scores of
+    several tokens take at most `piece_bytes` at a time.
+    """
+    shape, block_size = weights.shape, metadata.block_size
+    if metadata.max_context_len <= shape.num_chosen:
+        return TokenChoice()
+    queries = weights.queries.forward(query_latents, metadata).unflatten(-1, (shape.num_heads, -1))
+    queries = _rotated(queries, cos_sin, rope_dim, shape, metadata)
+    shares = weights.shares.forward(normed.float()) * shape.num_heads**-0.5
+    slots = torch.zeros((len(normed), shape.num_chosen), dtype=torch.int32, device=normed.device)
+    starts = metadata.query_start.tolist()
+    for sequence, context_len in enumerate(metadata.context_lens.tolist()):
+        first, last = starts[sequence], starts[sequence + 1]
+        blocks = metadata.block_tables[sequence, : -(-context_len // block_size)].long()
+        own_slots = (blocks.unsqueeze(1) * block_size + torch.arange(block_size, device=blocks.device)).flatten()
+        if context_len <= shape.num_chosen:
+            slots[first:last, :context_len] = own_slots[:context_len]
+            continue
+        keys = cached_keys[blocks].reshape(-1, shape.head_dim)[:context_len].float()
+        seen = torch.arange(context_len, device=blocks.device)
+        for rows in _pieces(first, last, shape.num_heads * context_len * keys.itemsize, piece_bytes):
+            scores = _scores(queries[rows], keys, shares[rows], shape.head_dim**-0.5)
+            scores.masked_fill_(seen > metadata.positions[rows].unsqueeze(1), -torch.inf)
+            slots[rows] = own_slots[_best(scores, shape.num_chosen)].int()
+    return TokenChoice(slots, (metadata.positions + 1).clamp(max=shape.num_chosen).int())
+
+
+def attend_chosen(
+    row: torch.Tensor,
+    k_cache: torch.Tensor,
+    choice: TokenChoice,
+    metadata: AttentionMetadata,
+    heads: HeadShape,
+    kernels: Kernels,
+    piece_bytes: int = PIECE_BYTES,
+) -> torch.Tensor:
+    """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Cached heads
+    for several tokens take at most `piece_bytes` at a time. The other arguments are those of `paged_attention`.
+    """
+    assert choice.slots is not None
+    assert choice.lens is not None
+    block_size, (num_tokens, num_chosen) = metadata.block_size, choice.slots.shape
+    num_blocks = -(-num_chosen // block_size)
+    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen))
+    stored = k_cache.view(-1, *k_cache.shape[2:])
+    parts = []
+    for rows in _pieces(0, num_tokens, slots.shape[1] * stored[0].nbytes, piece_bytes):
+        chosen = stored.index_select(0, slots[rows].flatten()).view(-1, block_size, *k_cache.shape[2:])
+        each = _each_alone(metadata, rows, choice.lens[rows], num_blocks)
+        parts.append(kernels.paged_attention(row[rows], chosen, chosen, each, heads))
+    return torch.cat(parts)
+
+
+def _pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
+    """Yields slices of the rows `[first, last)` that need at most `piece_bytes`, or one row, at `row_bytes` each."""
+    num_rows = max(1, piece_bytes // row_bytes)
+    for start in range(first, last, num_rows):
+        yield slice(start, min(last, start + num_rows))
+
+
+def _rotated(
+    heads: torch.Tensor, cos_sin: torch.Tensor, rope_dim: int, shape: IndexerShape, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """Returns heads [num_tokens, num_heads, head_dim] rotated, in float32. Queries and keys get the same new order of
+    their dimensions.
+    """
+    cos, sin = (each[..., : rope_dim // 2] for each in cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1))
+    wide, rest = heads.float(), shape.head_dim - rope_dim
+    plain, rotating = wide.split((rest, rope_dim), -1) if shape.rotates_last else wide.split((rope_dim, rest), -1)[::-1]
+    if shape.is_interleaved:
+        low, high = rotating[..., ::2], rotating[..., 1::2]
+    else:
+        low, high = rotating.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, plain), dim=-1)
+
+
+def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, scale: float) -> torch.Tensor:
+    """Returns the scores of all keys [context_len, head_dim] for each token, float32 [num_tokens, context_len]; minus
+    infinity for what is no number.
+    """
+    products = torch.matmul(queries, keys.T).mul_(scale).relu_()
+    scores = torch.matmul(shares.unsqueeze(-2), products).squeeze(-2)
+    return scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _best(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """Returns where the best scores of each row are, int64 [num_rows, num_chosen] in ascending order; of those that
+    equal the last one of them, the first ones.
+    """
+    least = scores.topk(num_chosen, dim=-1).values[:, -1:]
+    better, equal = scores > least, scores == least
+    num_equal = num_chosen - better.sum(-1, keepdim=True)
+    chosen = better | (equal & (equal.cumsum(-1) <= num_equal))
+    return chosen.nonzero()[:, 1].view(-1, num_chosen)
+
+
+def _each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, num_blocks: int) -> AttentionMetadata:
+    """Returns metadata in which each token of `rows` is a sequence of `lens` tokens, in `num_blocks` blocks of its own
+    that lie one after the other.
+    """
+    num_rows, device = len(lens), lens.device
+    return dataclasses.replace(
+        metadata,
+        positions=metadata.positions[rows],
+        slot_mapping=metadata.slot_mapping[rows],
+        query_start=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+        context_lens=lens,
+        block_tables=torch.arange(num_rows * num_blocks, dtype=torch.int32, device=device).view(num_rows, -1),
+        max_query_len=1,
+        max_context_len=int(lens.max()),
+        total_context_len=int(lens.sum()),
+        shared_prefixes=None,
+        other_groups=(),
+    )
