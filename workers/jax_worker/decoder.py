@@ -6,7 +6,6 @@ A step is `forward`, which writes keys, values and recurrent states and keeps th
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from manta.workers.jax_worker.latent_attention import attend_latent
 from manta.workers.jax_worker.layer_arrays import (
     AttentionArrays,
     LatentArrays,
+    Layer,
     LinearArrays,
     MixerArrays,
     Parameters,
@@ -31,7 +31,7 @@ from manta.workers.jax_worker.parameters import distinct_ropes
 from manta.workers.kv_groups import LayerPlace
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, QueryGrowth
-from manta.workers.models.specs import AttentionSpec, MixerSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
+from manta.workers.models.specs import AttentionSpec, LayerSpec, MixerSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 Pages = list[jax.Array]
 """The KV cache: the pages of each layer of a block, which a layer of each group uses (`workers/kv_groups.py`)."""
@@ -66,31 +66,17 @@ def forward(
     by_rope = dict(zip(distinct_ropes(config), tables, strict=True))
     growth = None if config.query_growth is None else _query_growth(config.query_growth, positions)
     pages, written = list(pages), list(states)
-    norm, add = functools.partial(_norm, config), functools.partial(_add, config)
     for index, (layer, spec, place, rope) in enumerate(
         zip(parameters.layers, describe(config).layers, places, config.ropes, strict=True)
     ):
-        mlp = None
-        if layer.mlp is not None and spec.mlp is not None:
-            mlp = functools.partial(run_mlp, config, form.mesh, spec.mlp, layer.mlp)
-        normed = norm(residual, layer.input_norm)
-        if layer.mixer is not None and spec.mixer is not None:
-            grows = growth if config.query_growth is not None and config.query_growth.is_of(rope) else None
-            step = _LayerStep(config, form, batch, by_rope[rope], config.sliding_windows[index], grows)
-            own = None
-            if place is not None:
-                step, own = step._replace(batch=batch.of_group(place.group)), pages[place.number]
-            update, own, written[index] = _mix(step, spec.mixer, layer.mixer, normed, own, states[index])
-            if place is not None and own is not None:
-                pages[place.number] = own
-            update = norm(update, layer.mixer_norm)
-            if mlp is not None and spec.is_parallel:
-                update, mlp = update + mlp(normed), None
-            residual = add(residual, update)
-            normed = norm(residual, layer.mlp_norm)
-        if mlp is not None:
-            residual = add(residual, norm(mlp(normed), layer.output_norm))
-    normed = norm(residual, parameters.final_norm)
+        grows = config.query_growth is not None and config.query_growth.is_of(rope)
+        of_layer = by_rope[rope], config.sliding_windows[index], growth if grows else None
+        step = _LayerStep(config, form, batch if place is None else batch.of_group(place.group), *of_layer)
+        own = None if place is None else pages[place.number]
+        residual, own, written[index] = _run_layer(step, spec, layer, residual, own, states[index])
+        if place is not None and own is not None:
+            pages[place.number] = own
+    normed = _norm(config, residual, parameters.final_norm)
     return pages, tuple(written), hidden.at[: shape.num_tokens].set(normed)
 
 
@@ -114,6 +100,27 @@ class _LayerStep(NamedTuple):
     """Factors on queries, float32 [num_tokens, 1]; None for none."""
 
 
+def _run_layer(
+    step: _LayerStep, spec: LayerSpec, layer: Layer, residual: jax.Array, pages: jax.Array | None, states: States
+) -> tuple[jax.Array, jax.Array | None, States]:
+    """Returns the residual stream [num_tokens, hidden] after a layer, and the layer's pages and states with what the
+    step writes. There are no pages for a layer without attention.
+    """
+    config, mesh = step.config, step.form.mesh
+    normed = _norm(config, residual, layer.input_norm)
+    if layer.mixer is not None and spec.mixer is not None:
+        update, pages, states = _mix(step, spec.mixer, layer.mixer, normed, pages, states)
+        update = _norm(config, update, layer.mixer_norm)
+        if spec.is_parallel and layer.mlp is not None and spec.mlp is not None:
+            return _add(config, residual, update + run_mlp(config, mesh, spec.mlp, layer.mlp, normed)), pages, states
+        residual = _add(config, residual, update)
+        normed = _norm(config, residual, layer.mlp_norm)
+    if layer.mlp is not None and spec.mlp is not None:
+        update = run_mlp(config, mesh, spec.mlp, layer.mlp, normed)
+        residual = _add(config, residual, _norm(config, update, layer.output_norm))
+    return residual, pages, states
+
+
 def _mix(
     step: _LayerStep,
     spec: MixerSpec,
@@ -123,7 +130,7 @@ def _mix(
     states: States,
 ) -> tuple[jax.Array, jax.Array | None, States]:
     """Returns a mixer's result [num_tokens, hidden] of normed hidden states, and the layer's pages and states with what
-    the step writes. There are no pages for a layer without attention.
+    the step writes.
     """
     if isinstance(weights, SideBySideArrays):
         assert isinstance(spec, SideBySideSpec)
