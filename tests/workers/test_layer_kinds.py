@@ -19,7 +19,6 @@ import torch
 import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.exact import check_exact
 from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
@@ -517,13 +516,6 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
     words = "device tpu does not compute norms after attention and MLP, norms over all heads together, which Olmo2For"
     with pytest.raises(ModelError, match=words):
         check_variants(config, "tpu")
-
-
-def test_exact_refuses_what_torch_computes() -> None:
-    folder, words = folder_of("glm_moe_dsa"), "attention to tokens that an indexer chooses of this GlmMoeDsa"
-    options = ModelOptions(model=str(folder), exact=True, weights="int8")
-    with pytest.raises(ModelError, match=f"torch computes {words}"):
-        check_exact(options, "cpu", load_model_config(folder))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

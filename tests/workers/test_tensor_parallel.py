@@ -345,6 +345,7 @@ EXACT_KINDS = (
     "minicpm3",
     "olmo_hybrid",
     "gemma3n",
+    "glm_moe_dsa",
 )
 EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True, "mlp_bias": True}
 """A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""

@@ -17,6 +17,7 @@ from manta.cluster.llm import SamplingParams
 from manta.workers.jax_worker import mixers
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.variants import NOT_COMPUTED, OF_KINDS
+from tests.checkpoints import reference_greedy
 from tests.engine import test_layer_kinds_engine, test_recurrent_engine
 from tests.engine.histories import GREEDY, NGRAM, expected, prompts
 from tests.engine.test_mixers_engine import HISTORIES
@@ -102,9 +103,18 @@ def test_every_kind_of_recurrent_mixer_is_computed_or_refused() -> None:
 
 
 def test_a_delta_net_gives_the_tokens_of_transformers() -> None:
-    """One prompt and a step of one size: what `make test` can afford."""
-    llm = make_llm("qwen3_5", max_num_batched_tokens=8, num_sequences=2, speculative=NGRAM)
-    params = msgspec.structs.replace(GREEDY, max_tokens=4)
+    """Chunks, drafts, preemption, prefixes and forks, in one engine whose steps have one size: what `make test` can
+    afford.
+    """
+    llm = make_llm("qwen3_5", max_num_batched_tokens=8, num_sequences=3, num_blocks=7, speculative=NGRAM)
+    params = msgspec.structs.replace(GREEDY, n=2, max_tokens=8)
+    greedy = [reference_greedy(folder_of("qwen3_5"), prompt, params.max_tokens) for prompt in prompts()[2:]]
     for _ in range(2):
-        (output,) = llm.generate(prompts()[:1], params, use_tqdm=False)
-        assert output.outputs[0].token_ids == expected("qwen3_5")[0][:4]
+        outputs = llm.generate(prompts()[2:], params, use_tqdm=False)
+        assert [[choice.token_ids for choice in output.outputs] for output in outputs] == [
+            [each] * 2 for each in greedy
+        ]
+    stats = llm.engine.stats()
+    assert stats.prefix_cache_hits > 0
+    assert stats.num_preemptions > 0
+    assert sum(stats.drafts.accepted["ngram"]) < sum(stats.drafts.drafted["ngram"])
