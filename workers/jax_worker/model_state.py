@@ -22,7 +22,13 @@ from manta.workers.jax_worker.weight_reader import num_kv_heads
 from manta.workers.kv_groups import LayerGroups
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.recurrent_shapes import StateShape
+from manta.workers.models.specs import MixerSpec
 from manta.workers.step import SCRATCH_STATE, ZERO_STATE, StateUse
+
+_TILE = 8, 128
+"""Rows and columns of a tile of float32 numbers, of which a TPU fills whole ones with an array's last two dimensions.
+"""
 
 
 class Limits:
@@ -169,8 +175,25 @@ def held_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
         config,
         num_kv_heads=num_kv_heads(config, mesh.size) // mesh.size,
         head_dim=page_head_dim(config.head_dim, is_tpu(mesh)),
-        layer_states=tuple(state and state.share(mesh.size) for state in config.layer_states),
+        layer_states=tuple(held_state(layer.mixer, mesh, is_tpu(mesh)) for layer in describe(config).layers),
     )
+
+
+def held_state(mixer: MixerSpec | None, mesh: Mesh, is_padded: bool) -> StateShape | None:
+    """Returns the shapes of the arrays of a layer's recurrent state on one device, perhaps as a TPU pads them; None for
+    a layer without a state.
+    """
+    arrays = state_arrays(mixer)
+    shapes = [NamedSharding(mesh, each.split).shard_shape((1, *each.shape))[1:] for each in arrays]
+    if is_padded:
+        shapes = [_padded(shape) for shape in shapes]
+    return StateShape(tuple(shapes)) if shapes else None
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    *outer, num_rows, num_columns = shape
+    rows, columns = _TILE
+    return *outer, -(-num_rows // rows) * rows, -(-num_columns // columns) * columns
 
 
 def _zero_pages(

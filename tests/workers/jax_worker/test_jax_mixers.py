@@ -14,7 +14,11 @@ import pytest
 
 from manta.cluster.cli.check import run_check
 from manta.cluster.llm import SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker import mixers
+from manta.workers.jax_worker.mesh import open_mesh
+from manta.workers.jax_worker.model_state import held_state
+from manta.workers.models.families import describe
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.variants import NOT_COMPUTED, OF_KINDS
 from tests.checkpoints import reference_greedy
@@ -96,6 +100,20 @@ def test_a_check_says_what_states_take(kind: str, capsys: pytest.CaptureFixture[
     engine = {"model": str(folder_of(kind)), "device": "tpu", "dtype": "float32", "speculative": NGRAM}
     assert run_check(None, {"engine": engine}) == 0
     assert "KiB each, of which a decode takes two" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "bamba", "jamba", "lfm2"])
+def test_a_device_plans_its_share_of_states_and_what_a_tpu_fills_up(kind: str) -> None:
+    config = load_model_config(folder_of(kind))
+    for layer, state in zip(describe(config).layers, config.states, strict=True):
+        for size in (1, 2):
+            own, filled = (held_state(layer.mixer, open_mesh(size), is_padded) for is_padded in (False, True))
+            assert (own is None, filled is None) == (state is None,) * 2
+            if state is None or own is None or filled is None:
+                continue
+            assert own.num_bytes == state.share(size).num_bytes
+            assert filled.num_bytes > own.num_bytes
+            assert not any(shape[-2] % 8 or shape[-1] % 128 for shape in filled.tensors)
 
 
 def test_every_kind_of_recurrent_mixer_is_computed_or_refused() -> None:
