@@ -233,6 +233,7 @@ print(model_message(llm.engine.model))
 """
 
 
+@pytest.mark.prove
 def test_without_a_compiler_an_engine_warns_with_remedy(
     without_a_compiler: dict[str, str],
 ) -> None:

@@ -155,6 +155,7 @@ def served(plugin: None, cheap_groups: None) -> Served:
         return serve(patch)
 
 
+@pytest.mark.prove  # compiles for a GPU for ten seconds
 def test_nothing_is_compiled_while_requests_are_served(served: Served) -> None:
     assert served.compiled_at_start
     assert not served.compiled - served.compiled_at_start
