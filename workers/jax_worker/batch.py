@@ -115,7 +115,8 @@ class StepBatch(NamedTuple):
     def unpack(cls, packed: jax.Array, shape: BatchShape) -> StepBatch:
         *fields, tables = _fields(packed, shape)[:8]
         states = _state_fields(packed, shape) if shape.has_states else None
-        return cls(*fields, tables.reshape(shape.num_groups, shape.num_sequences, shape.num_blocks), states)
+        by_group = tables.reshape(shape.num_groups, shape.num_sequences, shape.num_blocks)
+        return cls._make([*fields, by_group, states])
 
     def of_group(self, group: int) -> StepBatch:
         """Returns the batch for the layers of one group, with block tables [num_sequences, num_blocks]."""

@@ -65,7 +65,7 @@ def recur_heads(
     """
     of_groups = _HEADS if inputs.query.shape[1] > 1 else _WHOLE
     of_decay = _HEADS if inputs.log_decay.ndim == 3 else _CHANNELS
-    specs = HeadInputs(of_groups, of_groups, _HEADS, of_decay, _CHANNELS)
+    specs = HeadInputs._make((of_groups, of_groups, _HEADS, of_decay, _CHANNELS))
     chunk = one_chunk if inputs.log_decay.ndim == 2 else _token_by_token(advance_heads)
 
     def on_device(inputs: HeadInputs, states: jax.Array, batch: StepBatch) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +93,7 @@ def recur_channels(
         empty = jnp.zeros_like(inputs.value)
         return _advance_all(inputs, states, empty, batch, advance, _token_by_token(advance))
 
-    specs = ChannelInputs(_WHOLE, _WHOLE, _CHANNELS, _CHANNELS)
+    specs = ChannelInputs._make((_WHOLE, _WHOLE, _CHANNELS, _CHANNELS))
     in_specs = (specs, PartitionSpec(AXIS, None), _ANY_CHANNELS, _WHOLE)
     return _mapped(mesh, on_device, in_specs, (_CHANNELS, _ANY_CHANNELS))(inputs, rates, states, batch)
 

@@ -125,7 +125,7 @@ def test_a_delta_net_gives_the_tokens_of_transformers() -> None:
     afford.
     """
     llm = make_llm("qwen3_5", max_num_batched_tokens=8, num_sequences=3, num_blocks=7, speculative=NGRAM)
-    params = msgspec.structs.replace(GREEDY, n=2, max_tokens=8)
+    params = msgspec.structs.replace(GREEDY, n=2, max_tokens=20)
     greedy = [reference_greedy(folder_of("qwen3_5"), prompt, params.max_tokens) for prompt in prompts()[2:]]
     for _ in range(2):
         outputs = llm.generate(prompts()[2:], params, use_tqdm=False)
