@@ -178,7 +178,7 @@ def _each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, nu
         block_tables=torch.arange(num_rows * num_blocks, dtype=torch.int32, device=device).view(num_rows, -1),
         max_query_len=1,
         max_context_len=int(lens.max()),
-        total_context_len=int(lens.sum()),
+        total_context_len=sum(lens.tolist()),
         shared_prefixes=None,
         other_groups=(),
     )
