@@ -1,7 +1,9 @@
 """`manta bench from-zero`: how long a request waits that finds no engine process, because its model was unloaded.
 
 A server of a folder with one model, alone on an own Ray. Each round asks for one token, unloads the model, and waits
-until its process is gone. The first round, which may pack weights and fill caches, is printed by itself.
+until its process is gone. The first round packs weights and fills caches, which its engine gets time to keep, and is
+printed by itself. The medians of the engine's phases are printed too. `rest` is what is left of the wait: Serve's part,
+the request, and the ingress.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -31,6 +33,8 @@ SHAPES: dict[str, Callable[[], pathlib.Path]] = {
     "qwen2.5-0.5b": lambda: benchmark_checkpoint("qwen2.5-0.5b"),
 }
 KV_CACHE_BYTES = 64 << 20
+KEEP_S = 15.0
+"""Seconds for which the first engine stays, so that it keeps its packed weights."""
 PAUSE_S = 2.0
 """Seconds between a model's end and the next request."""
 WARM_S = 20.0
@@ -49,33 +53,57 @@ def measure(name: str, rounds: int) -> None:
             app.start(ServeConfig(models_dir=folder, min_loaded_s=0.0, engine=engine, port=port))
             ready_s = time.perf_counter() - started
             time.sleep(WARM_S)
-            first, *seconds = [_round(f"http://127.0.0.1:{port}") for _ in range(rounds + 1)]
+            url = f"http://127.0.0.1:{port}"
+            first = _round(url, KEEP_S).seconds
+            found = [_round(url) for _ in range(rounds)]
+            seconds = [each.seconds for each in found]
             print(
                 f"{name:14}first token, {rounds} times: p50 {statistics.median(seconds):.2f} s, "
                 f"longest {max(seconds):.2f} s; the first time {first:.2f} s; the server was ready after "
                 f"{ready_s:.2f} s; warm process {_warm_bytes() / 2**20:.0f} MiB (PSS)"
             )
+            print(f"{name:14}p50 of phases: {_medians(found)}")
         finally:
             app.stop()
 
 
-def _round(url: str) -> float:
+class Round(NamedTuple):
+    seconds: float
+    """Seconds to the first token."""
+    phases: dict[str, float]
+    """Seconds of the engine's start by phase, and the rest."""
+
+
+def _round(url: str, stays_s: float = 0.0) -> Round:
     body = {"model": "model", "prompt": [5, 9, 17], "max_tokens": 1}
     started = time.perf_counter()
-    _post(f"{url}/v1/completions", body)
+    _ask(f"{url}/v1/completions", body)
     seconds = time.perf_counter() - started
-    _post(f"{url}/models/unload", {"model": "model"})
+    (engine,) = json.loads(_ask(f"{url}/status"))["engines"]
+    phases: dict[str, float] = engine["start_seconds"]
+    time.sleep(stays_s)
+    _ask(f"{url}/models/unload", {"model": "model"})
     deadline = time.monotonic() + PATIENCE_S
     while _engines() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(PAUSE_S)
-    return seconds
+    return Round(seconds, {**phases, "rest": seconds - sum(phases.values())})
 
 
-def _post(url: str, body: dict[str, Any]) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def _medians(found: Sequence[Round]) -> str:
+    """Returns the median seconds of each phase."""
+    names = found[0].phases
+    medians = {name: statistics.median(each.phases[name] for each in found) for name in names}
+    return ", ".join(f"{name} {each:.2f}" for name, each in medians.items())
+
+
+def _ask(url: str, body: dict[str, Any] | None = None) -> bytes:
+    """Returns the answer to a POST request with this body, or to a GET request without one."""
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE_S) as answer:
-        answer.read()
+        found: bytes = answer.read()
+    return found
 
 
 def _words(process: psutil.Process) -> list[str]:

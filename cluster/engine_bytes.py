@@ -8,6 +8,7 @@ from manta.cluster.config import EngineConfig
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, read_json_object, resolve_model_folder
 from manta.workers.checkpoints.pooling_folder import read_pooling
+from manta.workers.checkpoints.stored_draft_head import draft_head
 from manta.workers.models.dense import read_dtype
 
 
@@ -41,6 +42,14 @@ def draft_folder(engine: EngineConfig) -> pathlib.Path | None:
 
 
 def draft_bytes(engine: EngineConfig, dtype: str) -> int:
-    """Returns the bytes of the draft model's weights; 0 if there is none."""
+    """Returns the bytes of the weights of the draft model, or of a draft head in a folder of its own; 0 if there is
+    none.
+    """
     folder = draft_folder(engine)
-    return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
+    if folder is None or engine.speculative is None:
+        return 0
+    if engine.speculative.uses_draft_head:
+        config = draft_head(folder, load_model_config(resolve_model_folder(engine.model)), folder)
+    else:
+        config = load_model_config(folder)
+    return weight_bytes(folder, dtype, config, engine.weights)

@@ -23,6 +23,7 @@ import numpy as np
 from manta.specdecode.acceptance import num_accepted
 from manta.specdecode.lengths import StepCost
 from manta.specdecode.proposers import DraftRequest
+from manta.specdecode.speculative_config import HEADS
 from manta.structured.constraint import ConstraintError
 from manta.structured.vocabulary import Vocabulary
 from manta.workers.models.model_config import ModelError
@@ -65,19 +66,19 @@ class _Drafting:
 
 
 class DraftModel:
-    """The proposer `draft`, or `mtp` if `is_draft_head`. Reads tokens, parameters and block tables from `sequences`,
-    the target model's.
+    """The proposer `draft`, or one of `HEADS`. Reads tokens, parameters and block tables from `sequences`, the target
+    model's.
 
     In one step it computes at most `max_catch_up_tokens` missing tokens; sequences that lack more get drafts later.
     """
 
     def __init__(
-        self, runner: DraftRunner, sequences: RankSequences, max_catch_up_tokens: int, is_draft_head: bool = False
+        self, runner: DraftRunner, sequences: RankSequences, max_catch_up_tokens: int, name: str = "draft"
     ) -> None:
-        self.name = "mtp" if is_draft_head else "draft"
+        self.name = name
         self.runner = runner
-        self._is_draft_head = is_draft_head
-        self._shift = int(is_draft_head)
+        self._is_draft_head = name in HEADS
+        self._shift = int(self._is_draft_head)
         """Distance from the position of keys and values to that of the token of which they are made."""
         self._sequences = sequences
         self._max_catch_up_tokens = max_catch_up_tokens

@@ -24,7 +24,7 @@ from manta.workers.step import StepInput, StepOutput
 
 logger = logger_of(__name__)
 
-PRIORS = {"prediction": 0.8, "history": 0.6, "ngram": 0.5, "draft": 0.7, "mtp": 0.7}
+PRIORS = {"prediction": 0.8, "history": 0.6, "ngram": 0.5, "draft": 0.7, "mtp": 0.7, "eagle3": 0.7}
 """Prior acceptance probability of a draft, by proposer name."""
 
 

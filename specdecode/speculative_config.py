@@ -7,8 +7,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-ProposerName = Literal["prediction", "forced", "history", "ngram", "draft", "mtp"]
-PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "history", "ngram", "draft", "mtp")
+ProposerName = Literal["prediction", "forced", "history", "ngram", "draft", "mtp", "eagle3"]
+PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "history", "ngram", "draft", "mtp", "eagle3")
+HEADS = ("mtp", "eagle3")
+"""Proposers that are draft heads, which read hidden states of the model."""
+_DRAFTING = ("draft", *HEADS)
+"""Proposers that draw tokens with weights of their own."""
+_WITH_FOLDER = ("draft", "eagle3")
+"""Proposers whose weights are in a folder of their own, `draft_model`."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,11 +29,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     proposes what followed the last four tokens in an earlier answer to the same client. `ngram` proposes what followed
     an earlier occurrence of the last tokens in the text itself. `draft` proposes what `draft_model` draws.
     `mtp` proposes what the draft head in the model's checkpoint draws (multi-token prediction). Its KV cache takes
-    additional memory, and so does the model's final hidden state of each cached token.
+    additional memory, and so does the model's final hidden state of each cached token. `eagle3` proposes what the
+    EAGLE-3 head in `draft_model` draws, whose memory is like that of `mtp`.
     """
     draft_model: str | None = None
-    """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV
-    cache, with as many blocks as the model's, take additional memory.
+    """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`, or of an EAGLE-3 head, for
+    `eagle3`. Its weights and its KV cache, with as many blocks as the model's, take additional memory.
     """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """Drafts of one sequence in one step, at most."""
@@ -49,15 +56,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if not self.proposers or len(set(self.proposers)) != len(self.proposers):
             raise ValueError(f"proposers {list(self.proposers)} must name some of {', '.join(PROPOSERS)}, each once")
-        if ("draft" in self.proposers) != (self.draft_model is not None):
+        if self._names(_WITH_FOLDER) != (self.draft_model is not None):
             raise ValueError(
-                f"proposers {list(self.proposers)} and draft_model {self.draft_model!r} do not fit: the proposer draft "
-                "needs a draft_model and nothing else does"
+                f"proposers {list(self.proposers)} and draft_model {self.draft_model!r} do not fit: draft and eagle3 "
+                "need a draft_model and nothing else does"
             )
-        if {"draft", "mtp"} <= set(self.proposers):
+        drafting = [name for name in _DRAFTING if name in self.proposers]
+        if len(drafting) > 1:
             raise ValueError(
-                f"proposers {list(self.proposers)} name both draft and mtp, and the KV cache has room for one of them; "
-                "leave the other out"
+                f"proposers {list(self.proposers)} name both {' and '.join(drafting[:2])}, and the KV cache has room "
+                "for one of them; leave the other out"
             )
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}; lower it")
@@ -75,9 +83,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def num_lookahead_tokens(self) -> int:
         """Number of tokens after a sequence's last one for which proposers write to the KV cache."""
-        return 0 if {"draft", "mtp"}.isdisjoint(self.proposers) else self.max_draft_tokens
+        return self.max_draft_tokens if self._names(_DRAFTING) else 0
 
     @property
     def uses_draft_head(self) -> bool:
-        """Whether the draft head in the model's checkpoint is needed."""
-        return "mtp" in self.proposers
+        """Whether a draft head is needed: that in `draft_model`, or without one that in the model's checkpoint."""
+        return self._names(HEADS)
+
+    def _names(self, some: tuple[str, ...]) -> bool:
+        return not set(some).isdisjoint(self.proposers)

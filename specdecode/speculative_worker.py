@@ -52,7 +52,7 @@ class SpeculativeWorker:
             elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
-                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens, name == "mtp"))
+                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens, name))
         costs = None
         if speculative.adaptive:
             self._cost = StepCost(target.measure())

@@ -60,6 +60,21 @@ _SPELLED = {
     ".experts.down_proj": ".experts.down_proj.weight",
 }
 """Ends of names that the converter changes."""
+_AROUND_HEAD = {
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head.norm": "shared_head_norm",
+    "embed_tokens": "embed_tokens",
+    "shared_head.head": "shared_head_head",
+}
+_AROUND_QWENS_HEAD = {
+    "mtp.fc": "eh_proj",
+    "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head_norm",
+}
+"""llama.cpp's names of what is around the layer of a draft head."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _STREAM = re.compile(r"(model\.altup_\w+)\.(\d+)\.weight")
 
@@ -78,14 +93,19 @@ def convert(
     of so many tensors. `as_name` is llama.cpp's name of the architecture, if the text decoder of a multimodal model has
     another one than alone.
     """
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     name = as_name or name_of(config)
+    found, num_heads = _heads_as_layers({key: each.float().numpy() for key, each in stored.items()}, config)
+    if num_heads:
+        config |= {"num_hidden_layers": config["num_hidden_layers"] + num_heads}
     (architecture,) = (arch for arch, spelled in MODEL_ARCH_NAMES.items() if spelled == name)
     writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_each)
     _add_keys(writer, config, name)
+    if num_heads:
+        writer.add_nextn_predict_layers(num_heads)
     add_tokenizer(writer, folder)
-    stored = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors = _of_architecture({key: value.float().numpy() for key, value in stored.items()}, config, name)
+    tensors = _of_architecture(found, config, name)
     names = gguf.get_tensor_name_map(architecture, num_layers_of(config))
     for key, tensor in sorted(tensors.items()):
         if key == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -98,6 +118,21 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _heads_as_layers(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, int]:
+    """Returns a checkpoint with its draft head as a further layer, which the converter's `_Qwen35MtpMixin` makes of it,
+    and the number of heads.
+    """
+    layer = config.get("num_hidden_layers")
+    names = {f"model.layers.{layer}.{key}": name for key, name in _AROUND_HEAD.items()} | _AROUND_QWENS_HEAD
+    found: Tensors = {}
+    for key, tensor in tensors.items():
+        base, _, suffix = key.rpartition(".")
+        if base in names:
+            key = f"blk.{layer}.nextn.{names[base]}.{suffix}"
+        found[key.replace("mtp.layers.0.", f"model.layers.{layer}.")] = tensor
+    return found, int(any(".nextn." in key for key in found))
 
 
 def name_of(config: dict[str, Any]) -> str:

@@ -15,10 +15,11 @@ class Replicas:
     def __init__(self) -> None:
         self._made: list[EngineReplica] = []
 
-    def __call__(self, config: EngineConfig | None = None, **options: Any) -> EngineReplica:
+    def __call__(self, config: EngineConfig | None = None, is_awaited: bool = False, **options: Any) -> EngineReplica:
         """Returns a replica with a configuration, or with the tests' usual one and `options`."""
         defaults = {"model": str(checkpoint("llama")), "dtype": "float32", "kv_cache_bytes": 8 << 20}
-        self._made.append(EngineReplica(config or EngineConfig(**{**defaults, **options})))
+        options = {**defaults, **options}
+        self._made.append(EngineReplica(config or EngineConfig(**options), is_awaited=is_awaited))
         return self._made[-1]
 
     def close(self) -> None:

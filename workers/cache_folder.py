@@ -7,8 +7,10 @@ the cache. It checks who could have written the folder, what is in it, and every
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
+import io
 import os
 import pathlib
 import secrets
@@ -16,6 +18,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from manta.structured.visible_logs import logger_of
 
@@ -66,13 +69,28 @@ def one_at_a_time(lock: pathlib.Path) -> Iterator[None]:
 
 
 def write_private(path: pathlib.Path, *parts: bytes | memoryview) -> None:
-    """Creates or replaces a file that only this user can read. Readers see the old content or the new one, even if this
-    process is killed. After a crash of the machine the content may be torn, because nothing waits for the disk.
+    """Creates or replaces a file that only this user can read, as `new_private` does."""
+    with new_private(path) as file:
+        file.writelines(parts)
+
+
+@contextlib.contextmanager
+def new_private(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Gives a file to write to, which only this user can read, and which has its path from the end of the context on.
+    Readers see the old content or the new one. If the body raises, or if this process is killed, there is no file, and
+    where files can have no name nothing is left of it. After a crash of the machine the content may be torn, because
+    nothing waits for the disk.
     """
     partial = path.with_name(f"{PARTIAL}{secrets.token_hex(16)}")
+    unnamed = _open_unnamed(path.parent)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     try:
-        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.writelines(parts)
+        with open(os.open(partial, flags, 0o600) if unnamed is None else unnamed, "wb") as file:
+            yield file
+            if unnamed is not None:
+                file.flush()
+                # Only with a descriptor of a folder, of which an absolute path makes no use, Python follows the link
+                os.link(f"/proc/self/fd/{unnamed}", partial, src_dir_fd=unnamed, follow_symlinks=True)
         os.rename(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -80,19 +98,39 @@ def write_private(path: pathlib.Path, *parts: bytes | memoryview) -> None:
         raise
 
 
+def _open_unnamed(folder: pathlib.Path) -> int | None:
+    """Opens a new file without a name for writing, of which nothing is left if nobody gives it one. None if the system
+    or the folder's file system has none.
+    """
+    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
 def read_private(path: pathlib.Path) -> tuple[bytearray, os.stat_result] | None:
     """Returns the content of a file, and its status. None if there is none, if it cannot be read, or if somebody else
     could have written it.
     """
     try:
-        with open(path, "rb", buffering=0, opener=_without_links) as stream:
+        with open_private(path) as stream:
             status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode) or not is_own(status):
-                return None
             content = bytearray(status.st_size)
             return (content, status) if stream.readinto(content) == len(content) else None
     except OSError:  # there is none, or the disk fails
         return None
+
+
+def open_private(path: pathlib.Path) -> io.FileIO:
+    """Opens a file for reading. Raises `OSError` if there is none, or if somebody else could have written it."""
+    stream = io.FileIO(path, opener=_without_links)
+    status = os.fstat(stream.fileno())
+    if stat.S_ISREG(status.st_mode) and is_own(status):
+        return stream
+    stream.close()
+    raise PermissionError(errno.EPERM, "is no file of this user alone", str(path))
 
 
 def _without_links(path: str, flags: int) -> int:

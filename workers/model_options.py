@@ -16,6 +16,8 @@ from manta.workers.pooling_info import TaskOption
 DEMO_MODEL = "demo"
 """The name that stands for the model embedded in `configs/demo/`."""
 
+ON_DEMAND_PACKED_BYTES = 32 << 30
+"""The `packed_weights_bytes` of models on demand: two of 8 billion parameters in bfloat16, or many small ones."""
 Bytes = Annotated[int, Meta(ge=1)]
 """An option whose name ends in `_bytes` may also be a size, such as `512MiB` (2^20) or `1GB` (10^9)."""
 Count = Annotated[int, Meta(ge=1)]
@@ -106,6 +108,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_store_keep_s: Annotated[float, Meta(gt=0)] = 7 * 86_400.0
     """Seconds since its last use after which a kept block counts no more. It is removed within an hour, if an engine
     runs.
+    """
+    packed_weights_bytes: Annotated[int, Meta(ge=0)] | None = None
+    """Size of the files in which a node keeps packed weights, so that an engine that starts maps what an earlier one of
+    the model has packed. All engines of the node share the files; those that were used longest ago leave first. They
+    lie in the folder `packed` of Manta's cache (`MANTA_CACHE`). None takes 32 GiB for models on demand and 0 for
+    others; 0 keeps none. For CPUs whose engines share weights.
     """
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     """Token budget of one step, prefill and decode together."""

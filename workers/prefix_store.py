@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import msgspec
 
 from manta.structured.visible_logs import logger_of
-from manta.workers.cache_folder import PARTIAL, cache_entry, is_own, read_private, write_private
+from manta.workers.cache_folder import cache_entry, is_own, read_private, write_private
+from manta.workers.kept_files import in_pages, remove, remove_oldest
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 
@@ -30,13 +31,9 @@ logger = logger_of(__name__)
 CHECKSUM_BYTES = 32
 MOST_FILES = 1 << 16
 """Files of the store, so that listing them stays short. With small models it is full before its bytes are."""
-_STALE_S = 600.0
-"""Age in seconds from which on an unfinished file counts as left behind; writing one takes less than a second."""
 _SLACK = 16
 """The part of the bound in bytes, as a divisor, that a process writes between two listings."""
-_PAGE = 4096
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-[0-9a-f]{32}-\d+")
-_PARTIAL_NAME = re.compile(re.escape(PARTIAL) + "[0-9a-f]{32}")
 
 
 def check_prefix_store(options: ModelOptions, device: str) -> None:
@@ -133,7 +130,7 @@ class PrefixStore:
         part = content[CHECKSUM_BYTES:]
         if len(part) != num_bytes or content[:CHECKSUM_BYTES] != _checksum(path.name, part):
             logger.warning("%s is damaged and is removed", path)
-            _remove(path)
+            remove(path)
             return None
         self.refresh(block_hash, group)
         return part
@@ -152,35 +149,20 @@ class PrefixStore:
         """Removes all parts of the blocks with these hashes. `num_groups` counts the recurrent states, too."""
         for block_hash in hashes:
             for group in range(num_groups):
-                _remove(self._files.path(self._rank, block_hash, group))
+                remove(self._files.path(self._rank, block_hash, group))
 
     def make_room(self) -> None:
         """Removes files of any key: those that are too old, then those that were used longest ago, until the store is
         a sixteenth below its bounds.
         """
         self._unlisted = 0
-        now, found = time.time(), []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    age = now - status.st_mtime
-                    if _PARTIAL_NAME.fullmatch(entry.name) and age > _STALE_S:
-                        _remove(entry.path)
-                    elif _NAME.fullmatch(entry.name):
-                        found.append((age, _cost(status.st_size), entry.path))
-        found.sort()
-        total = 0
-        for number, (age, size, path) in enumerate(found):
-            total += size
-            is_beyond = total * _SLACK > self._max_bytes * (_SLACK - 1) or number >= MOST_FILES
-            if age > self._keep_s or is_beyond:
-                _remove(path)
+        most = self._max_bytes * (_SLACK - 1) // _SLACK
+        remove_oldest(self._folder, _NAME, most, MOST_FILES, self._keep_s)
 
 
 def _cost(num_bytes: int) -> int:
     """Returns the bytes that a file takes, in whole pages."""
-    return -(-(num_bytes + CHECKSUM_BYTES) // _PAGE) * _PAGE
+    return in_pages(num_bytes + CHECKSUM_BYTES)
 
 
 def _checksum(name: str, part: memoryview) -> bytes:
@@ -188,8 +170,3 @@ def _checksum(name: str, part: memoryview) -> bytes:
     digest = hashlib.blake2b(name.encode(), digest_size=CHECKSUM_BYTES)
     digest.update(part)
     return digest.digest()
-
-
-def _remove(path: str | pathlib.Path) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)

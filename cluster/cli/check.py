@@ -42,7 +42,7 @@ from manta.workers.checkpoints.memory import (
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
-from manta.workers.checkpoints.stored_draft_head import about_draft_heads, stored_draft_head
+from manta.workers.checkpoints.stored_draft_head import about_draft_heads, draft_head
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import kv_dtype
@@ -111,7 +111,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_block_size(model, engine.block_size)
     check_options(engine, device, model)
     if _uses_draft_head(engine):
-        stored_draft_head(folder, model)
+        check_variants(draft_head(folder, model, draft_folder(engine)), device)
     num_elements(folder)  # raises unless every file is there and complete
     check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -206,7 +206,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-    from manta.workers.torch_worker.tensor_check import check_tensors
+    from manta.workers.torch_worker.tensor_check import check_eagle3_tensors, check_tensors
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
@@ -216,7 +216,10 @@ def check_model(engine: EngineConfig) -> CheckReport:
     check_templates(tokenizer.folder)
     check_vocabulary(tokenizer, model)
     draft, uses_head = _draft_config(engine), _uses_draft_head(engine)
-    tally = check_tensors(folder, model, engine.weights, with_draft_head=uses_head) if model.native else None
+    stored_here = uses_head and draft_folder(engine) is None
+    tally = check_tensors(folder, model, engine.weights, with_draft_head=stored_here) if model.native else None
+    if draft is not None and draft.eagle3 is not None:
+        check_eagle3_tensors(draft_folder(engine) or folder, draft, folder, model)
     try:
         platform = choose_platform(engine.device, engine.num_threads, engine.exact)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
@@ -400,8 +403,8 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
     result.
     """
     folders = [folder]
-    if engine.speculative is not None and engine.speculative.draft_model is not None:
-        folders.insert(0, resolve_model_folder(engine.speculative.draft_model))
+    if (draft := draft_folder(engine)) is not None and not _uses_draft_head(engine):
+        folders.insert(0, draft)
     for each in folders:
         trial = Trial(
             folder=str(each.resolve()),
@@ -442,9 +445,9 @@ def _uses_draft_head(engine: EngineConfig) -> bool:
 
 
 def _draft_config(engine: EngineConfig) -> ModelConfig | None:
-    """Returns the shape of the draft model, or of the draft head in the model's checkpoint."""
+    """Returns the shape of the draft model or the draft head; None if there is none."""
     if _uses_draft_head(engine):
         target = resolve_model_folder(engine.model)
-        return stored_draft_head(target, load_model_config(target))
+        return draft_head(target, load_model_config(target), draft_folder(engine))
     folder = draft_folder(engine)
     return None if folder is None else load_model_config(folder)

@@ -75,7 +75,10 @@ ANSWERS = {
     "--lora": "write --lora-modules NAME=FILE, and requests name it as their model, or send lora",
     "--lora-scaled": "write --lora-modules NAME=FILE, and send lora with a scale, or POST /lora-adapters",
     "--lora-init-without-apply": f"{_NEEDS_NO_FLAG}: requests that name the model have no adapter at first",
-    "--speculative-config": "write --set 'engine.speculative={proposers: [ngram]}'",
+    "--speculative-config": (
+        "write --set 'engine.speculative={proposers: [ngram]}', with [mtp] for a head in the checkpoint, or with "
+        "[eagle3] and draft_model: FOLDER"
+    ),
     "--guided-decoding-backend": "a request chooses with structured_outputs.backend; auto is the default",
     "--structured-outputs-config": "a request chooses with structured_outputs.backend; auto is the default",
     "--ssl-certfile": "write --set tls_certificate=FILE",

@@ -59,9 +59,9 @@ class ChatTokenLogprob(msgspec.Struct):
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
-    origin: Literal["model", "forced", "prediction", "history", "ngram", "draft", "mtp"] | UnsetType = UNSET
+    origin: Literal["model", "forced", "prediction", "history", "ngram", "draft", "mtp", "eagle3"] | UnsetType = UNSET
     """Origin of the token, if the request asks for it (Manta's extension): `forced` if the constraint left no
-    choice, `prediction`, `ngram`, `draft` or `mtp` if it was an accepted draft of that proposer, else `model`.
+    choice, the name of a proposer if it was an accepted draft of that one, else `model`.
     """
 
 

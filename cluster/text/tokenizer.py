@@ -8,6 +8,7 @@ module. A tokenizer keeps no state of requests; a caller holds one `TextDecoder`
 from __future__ import annotations
 
 import codecs
+import functools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -216,8 +217,6 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         """Number of tokens, including added ones; the model's own vocabulary may be padded beyond it."""
-        self.base_vocab_size: int = 1 + max(self._fast.get_vocab(with_added_tokens=False).values(), default=-1)
-        """The largest id of a token that was not added, plus 1."""
         self._decoding = decoding_of(steps.get("decoder"))
         self._pieces = PieceTable(self._fast, self._decoding, skipped=frozenset())
         self._tables: dict[frozenset[int], PieceTable] = {}
@@ -225,6 +224,11 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         """Texts that `token_text` has returned, by token id."""
         self.chat_templates = self._load_templates(config.chat_templates)
+
+    @functools.cached_property
+    def base_vocab_size(self) -> int:
+        """The largest id of a token that was not added, plus 1."""
+        return 1 + max(self._fast.get_vocab(with_added_tokens=False).values(), default=-1)
 
     # ---- loading -----------------------------------------------------------------------------------------------
 

@@ -33,22 +33,25 @@ _PARTS = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def checked_steps(fast: Tokenizer, file: str) -> dict[str, Any]:
-    """Returns a tokenizer in the library's own form of `tokenizer.json`.
+    """Returns a tokenizer's steps in the library's own form of `tokenizer.json`, by their keys there.
 
     Raises `TokenizerError` naming what may make too much of a text.
     """
     vocabulary = fast.get_vocab(with_added_tokens=True)
     last = max(vocabulary.values(), default=0)
-    if last >= MOST_VOCABULARY:  # checked first, because the library makes its form of a list of this length
+    if last >= MOST_VOCABULARY:
         raise TokenizerError(f"{file}: it has a token of id {last}, and the limit is {MOST_VOCABULARY - 1}; {_REMEDY}")
     longest = max(map(len, vocabulary), default=0)
     if longest > MOST_TOKEN_CHARACTERS:
         raise TokenizerError(
             f"{file}: it has a token of {longest} characters, and the limit is {MOST_TOKEN_CHARACTERS}; {_REMEDY}"
         )
-    stored: dict[str, Any] = json.loads(fast.to_str())
+    stored: dict[str, Any] = {}
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        growth = _growth(stored.get(part))
+        step = getattr(fast, part)
+        # Their states are in this form. That of the whole tokenizer would be megabytes, for its vocabulary
+        stored[part] = None if step is None else json.loads(step.__getstate__())
+        growth = _growth(stored[part])
         if growth > MOST_GROWTH:
             raise TokenizerError(
                 f"{file}: its {part} may make {growth:.6g} characters or tokens of one, and the limit is "

@@ -22,7 +22,8 @@ _SPECIAL_ROLES = (
 )
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
-_OTHER_TEMPLATES = "additional_chat_templates"
+OTHER_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates beside the first one."""
 _MOST_TEMPLATES = 100
 
 
@@ -119,15 +120,13 @@ def _chat_templates(folder: pathlib.Path, config: RawConfig) -> dict[str, str]:
     `chat_template.json` and `config` that holds any.
     """
     if find_file(folder, _TEMPLATE) is not None:
-        others = sorted((folder / _OTHER_TEMPLATES).glob("*.jinja"))
+        others = sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))
         if len(others) > _MOST_TEMPLATES:
             raise TokenizerError(
-                f"{folder / _OTHER_TEMPLATES} holds {len(others)} templates and the limit is {_MOST_TEMPLATES}; "
+                f"{folder / OTHER_TEMPLATES} holds {len(others)} templates and the limit is {_MOST_TEMPLATES}; "
                 "remove some"
             )
-        texts = {
-            path.stem: read_text(folder, f"{_OTHER_TEMPLATES}/{path.name}", MOST_TEMPLATE_BYTES) for path in others
-        }
+        texts = {path.stem: read_text(folder, f"{OTHER_TEMPLATES}/{path.name}", MOST_TEMPLATE_BYTES) for path in others}
         return {"default": read_text(folder, _TEMPLATE, MOST_TEMPLATE_BYTES)} | texts
     found = _read(folder, "chat_template.json")["chat_template"]
     if not found.value:

@@ -24,7 +24,7 @@ from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.protocol import Forward
-from manta.workers.kernels.weights import DecoderWeights
+from manta.workers.kernels.weights import DecoderWeights, WeightContent
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.parallel.split import shard_config
@@ -140,7 +140,7 @@ class _Loop(CpuPlatform):
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> None:
         """Returns None, so that the loop in Python serves."""
 
-    def shared_linears(self, content: str) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+    def shared_linears(self, content: WeightContent) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
 

@@ -455,6 +455,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
         starts_a_server
     ),
     "manta serve Qwen/Qwen3.5-4B --set 'engine.speculative={proposers: [forced, ngram, mtp]}'": is_named,
+    "manta serve Qwen/Qwen3-8B --set 'engine.speculative={proposers: [forced, eagle3], draft_model: "
+    "~/models/eagle3}'": is_named,
     "manta batch": is_named_with_files,
     "manta batch requests.jsonl answers.jsonl": answers_a_batch,
     "manta batch requests.jsonl answers.jsonl --set num_engine_replicas=2": answers_a_batch,

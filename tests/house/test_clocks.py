@@ -35,7 +35,8 @@ READERS = {
     "manta.cluster.text.template_sandbox": (1, STAMP),
     "manta.workers.adapters.adapter_copies": (1, FILE),
     "manta.workers.checkpoints.values_digest": (1, FILE),
-    "manta.workers.prefix_store": (2, FILE),
+    "manta.workers.kept_files": (1, FILE),
+    "manta.workers.prefix_store": (1, FILE),
 }
 """Reads of the clock on the wall in each module, and their reason. What ends on `SHARED` clocks does so hours or days
 later, or is also bounded on the reader's own clock (leases).

@@ -544,7 +544,7 @@ TABLE = {
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
     "manta.workers.adapters.adapter_copies": "folders in the cache, which count only with the digest of their values",
     "manta.workers.cache_folder": KeptBlocks,
-    "manta.workers.prefix_store": KeptBlocks,
+    "manta.workers.kept_files": KeptBlocks,
     "manta.workers.checkpoints.gguf_file": GgufFolders,
     "manta.workers.checkpoints.gguf_tokenizer": GgufFolders,
     "manta.workers.kernels.build": Kernels,

@@ -165,6 +165,32 @@ def test_a_constraints_time_counts_against_its_request(monkeypatch, new_replica:
     asyncio.run(scenario())
 
 
+def test_an_engine_that_requests_wait_for_makes_what_constraints_need_later(monkeypatch, new_replica: Replicas) -> None:
+    """When the first one comes, or when nothing runs at a check of its health after the first."""
+
+    async def scenario() -> None:
+        replica, ingress = new_replica(is_awaited=True), Ingress()
+        address = await ingress.receiver.start()
+        await replica.check_health()
+        step, may_go = replica.engine.step, threading.Event()
+        monkeypatch.setattr(replica.engine, "step", lambda: (may_go.wait(PATIENCE_S), step())[1])
+        running = asyncio.ensure_future(replica.generate(request("plain", 3), address))
+        await until(lambda: replica.engine.has_unfinished)
+        await replica.check_health()
+        may_go.set()
+        assert not replica.engine.stats().constraints.num_compilers
+        assert (await running).finish is FinishStatus.FINISHED_LENGTH
+        await replica.check_health()
+        assert replica.engine.stats().constraints.num_compilers
+        other = new_replica(is_awaited=True)
+        spec = ConstraintSpec(kind="regex", text="[a-z]{3}")
+        asked = request("constrained", 3)
+        asked = msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, constraint=spec))
+        assert (await other.generate(asked, address)).finish is not FinishStatus.FINISHED_ABORTED
+
+    asyncio.run(scenario())
+
+
 def test_a_burst_is_prefilled_together(monkeypatch, new_replica: Replicas) -> None:
     """The first request of a burst wakes the engine; those that follow while it waits share its first step."""
     monkeypatch.setattr(burst, "LIMIT_S", 5.0)

@@ -1,14 +1,22 @@
-"""Models that operators have removed, whose requests under way go on: the ingress of `tests/serve/test_fleet.py`."""
+"""Models that leave: those that operators have removed, whose requests under way go on, and those that come again. The
+ingresses are those of `tests/serve/test_fleet.py` and `tests/serve/test_models_on_demand.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import pathlib
 
+import pytest
+
 from manta.cluster.serve.fleet.model_changes import ModelChange, ModelChanges
+from manta.cluster.text.kept_tokenizers import KeptTokenizers
 from tests.async_tests import async_test
 from tests.replicas import Replicas
 from tests.serve.test_fleet import STREAM, World, named, served
+from tests.serve.test_models_on_demand import TURNS, on_demand, ready, world_of
 
 REMOVED = ModelChange(None, None, None)
 LONG = {"type": "json_schema", "name": "long", "schema": {"type": "string", "minLength": 100_000}, "strict": True}
@@ -48,3 +56,29 @@ async def test_a_model_of_a_removed_name_that_a_file_deploys_is_served(tmp_path:
     made.changes = ModelChanges(1, {"llama": REMOVED})
     await made.tell("its-own", named("llama", model=str(tmp_path)), None)
     assert await made.states() == {"llama": "failed"}
+
+
+@async_test
+async def test_what_an_ingress_holds_for_a_model_leaves_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeps_none = functools.partial(KeptTokenizers, max_bytes=0)
+    monkeypatch.setattr("manta.cluster.serve.fleet.fleet.KeptTokenizers", keeps_none)
+    async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
+        ingress = await ready(world)
+        for name in "abab":
+            await ingress.text(name)
+        await ingress.fleet.look()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        gc.collect()
+        assert [tokenizer() is None for tokenizer in world.tokenizers] == [True, True, True, False]
+
+
+@async_test
+async def test_a_tokenizer_is_read_once_for_models_that_come_again() -> None:
+    async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
+        ingress = await ready(world)
+        for name in "abab":
+            await ingress.text(name)
+        found = [tokenizer() for tokenizer in world.tokenizers]
+        assert len(found) == 4
+        assert all(each is found[0] is not None for each in found)

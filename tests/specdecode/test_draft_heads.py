@@ -36,7 +36,8 @@ from manta.workers.models.draft_heads import draft_head_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms import choose_platform
 from manta.workers.step import NUM_FIXED_STATES
-from manta.workers.torch_worker.loader import load_draft_head, load_model
+from manta.workers.torch_worker.head_loader import load_draft_head
+from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, make_tokenizer, on_one_thread
 from tests.conftest import PROVE
 from tests.draft_heads import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.checkpoints.values_digest import CheckpointValues
 from manta.workers.jax_worker.programs import jax, keep_compiled_programs
 from manta.workers.kernels import build, processor
+from manta.workers.kernels.packed_files import HUGE_PAGE, MappedFile, PackedFiles
 from manta.workers.prefix_store import PrefixStore
 from tests.adapters import adapters_of
 from tests.checkpoints import checkpoint
@@ -115,6 +117,29 @@ def adapters(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
     return cache_entry("adapters") / ("0" * 32) / digest / "adapter_model.safetensors"
 
 
+class NoLibrary:
+    """The part of the kernels that maps files, where a file holds a huge page of zeros."""
+
+    _name = "none.so"
+    manta_unmap_weights = manta_checksum_weights = staticmethod(lambda *_: True)
+
+    def __init__(self) -> None:
+        self._memory = (ctypes.c_char * HUGE_PAGE)()
+
+    def manta_map_weights(self, *_: object) -> int:
+        return ctypes.addressof(self._memory)
+
+
+def packed(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
+    """Returns the file with a model's packed weights."""
+    library: Any = NoLibrary()
+    files = PackedFiles(CheckpointValues(checkpoint("llama"), settled_s=-1e6), "float32", 1 << 30)
+    if files.find(library) is None:
+        files.keep(library, MappedFile(library.manta_map_weights(), HUGE_PAGE), lambda: False)
+    (file,) = cache_entry("packed").iterdir()
+    return file
+
+
 Kind = Callable[[pathlib.Path, pytest.MonkeyPatch], pathlib.Path]
 KINDS: dict[str, Kind] = {
     "kernels": kernels,
@@ -125,6 +150,7 @@ KINDS: dict[str, Kind] = {
     "prefixes": prefixes,
     "digests": digests,
     "adapters": adapters,
+    "packed": packed,
 }
 """A file that is loaded from each folder of the cache, by the folder's name."""
 PLANTED = json.dumps({"planted": True}).encode()

@@ -35,8 +35,10 @@ from manta.workers.step import SamplePoint, ScheduledSequence, SequenceStart, St
 from manta.workers.torch_worker import torch_worker
 from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
+from tests.eagle3_heads import Eagle3Formula, eagle3_folder
 from tests.engine_parts import device_of
 from tests.patience import PATIENCE_S
+from tests.specdecode.test_draft_heads import drafts_of
 from tests.workers.test_layer_kinds import folder_of
 from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 
@@ -381,6 +383,22 @@ def test_graphs_and_kernels_verify_drafts_alike(monkeypatch: pytest.MonkeyPatch)
     assert num_replays[1] > 1
     assert num_replays[2] == 2, "the model's prompt"
     assert num_replays[3] > 1
+
+
+@pytest.mark.long_when_interpreted
+def test_an_eagle3_head_reads_streams_that_graphs_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a prompt and of steps that verify drafts. The head itself runs kernel by kernel."""
+    folder = checkpoint("llama", dtype="float32")
+    prompt = np.random.default_rng(2).integers(3, VOCAB_SIZE, 9).tolist()
+    options = {"proposers": ["eagle3"], "draft_model": str(eagle3_folder()), "max_draft_tokens": 2, "adaptive": False}
+    llm = make_llm(monkeypatch, str(folder), dtype="float32", speculative=options, max_num_sequences=1)
+    seen = drafts_of(llm)
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 6)
+    formula = Eagle3Formula("SpecForge", folder)
+    assert len(seen) > 2
+    for tokens, drafts in seen:
+        assert drafts == formula.drafts(tokens, len(drafts))
 
 
 RANK_PROMPT, RANK_TOKENS = [5, 9, 13, 40, 7], 4

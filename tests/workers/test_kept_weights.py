@@ -25,7 +25,7 @@ from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
 from manta.workers.kernels.rounding import round_weight
-from manta.workers.kernels.weights import LinearWeight
+from manta.workers.kernels.weights import LinearWeight, WeightContent
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms import choose_platform, cpu_linears
 from manta.workers.platforms.cpu import CpuPlatform
@@ -107,7 +107,7 @@ def test_whole_models_give_torchs_bits(family: str, weights: str, dtype: str, mo
     assert torch.equal(logits_of(folder, fallback, dtype), by_kernels)
 
 
-def _share_nothing(platform: CpuPlatform, content: str) -> contextlib.AbstractContextManager[None]:
+def _share_nothing(platform: CpuPlatform, content: WeightContent) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 

@@ -21,6 +21,7 @@ import transformers
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.model_options import ModelOptions
+from manta.workers.models.draft_heads import draft_head_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
 from manta.workers.platforms import choose_platform
@@ -498,6 +499,14 @@ def test_devices_compute_every_layer_or_say_what_they_do_not(name: str, device: 
         return
     with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)
+
+
+def test_tpus_refuse_draft_heads() -> None:
+    """Even of families whose layers they compute."""
+    head = draft_head_config(load_model_config(folder_of("glm4_moe")))
+    check_variants(head, "cpu")
+    with pytest.raises(ModelError, match="device tpu does not compute draft heads, which Glm4Moe"):
+        check_variants(head, "tpu")
 
 
 def test_blocks_that_do_not_fill_chunks_are_refused() -> None:

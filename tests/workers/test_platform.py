@@ -23,7 +23,7 @@ from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.protocol import Forward, KVCaches, RecurrentKernels, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight, WeightContent
 from manta.workers.models.model_config import ExpertsConfig, HeadShape, ModelConfig, ModelError
 from manta.workers.pooling.pooling_worker import pooling_dtype
 from manta.workers.sampling.sampling_state import SequenceState
@@ -105,7 +105,7 @@ class OtherPlatform:
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
 
-    def shared_linears(self, content: str) -> nullcontext[None]:
+    def shared_linears(self, content: WeightContent) -> nullcontext[None]:
         return nullcontext()
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:

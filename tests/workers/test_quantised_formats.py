@@ -15,7 +15,7 @@ import torch
 from manta import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
-from manta.workers.kernels.weights import Linear, LinearWeight
+from manta.workers.kernels.weights import Linear, LinearWeight, WeightContent
 from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_dense_linear, make_linear
 from manta.workers.torch_worker.loader import load_model
@@ -150,7 +150,7 @@ class Recorder(CpuPlatform):
         self.linears.append(dataclasses.replace(weight, weight=weight.weight.clone()))
         return make_dense_linear(weight)
 
-    def shared_linears(self, content: str) -> nullcontext[None]:  # type: ignore[override]
+    def shared_linears(self, content: WeightContent) -> nullcontext[None]:  # type: ignore[override]
         return nullcontext()
 
 

@@ -16,7 +16,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels import build
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.weights import Linear, LinearWeight
+from manta.workers.kernels.weights import Linear, LinearWeight, WeightContent
 from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_dense_linear
 from manta.workers.torch_worker.loader import load_model
@@ -48,7 +48,7 @@ class Int8Linear:
 class Int8Platform(CpuPlatform):
     make_int8_linear: type[Int8Linear] = Int8Linear
 
-    def shared_linears(self, content: str) -> nullcontext[None]:  # type: ignore[override]
+    def shared_linears(self, content: WeightContent) -> nullcontext[None]:  # type: ignore[override]
         """Its linears are not packed."""
         return nullcontext()
 

@@ -33,6 +33,7 @@ from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.draft_heads import folder_with_head
+from tests.eagle3_heads import eagle3_folder
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.pairs import in_turns
 from tests.specdecode.test_speculative import SAMPLED
@@ -142,6 +143,7 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
     "beams": (beams, {}),
     "beams in a tiny pool": (beams, {"num_blocks": 12}),
     "n-grams": (generated(*SAMPLED), drafting("ngram")),
+    "an EAGLE-3 head": (generated(*SAMPLED), drafting("eagle3", draft_model=str(eagle3_folder()))),
     "n-grams under constraints": (CONSTRAINED, drafting("ngram")),
     "n-grams, adaptive": (ALL_GREEDY, drafting("ngram", adaptive=True)),
     "a draft model": (generated(*SAMPLED), drafting("draft", draft_model=str(checkpoint("qwen3")))),

@@ -15,6 +15,15 @@ that of a residual stream.
 """
 
 
+class GgufHead(NamedTuple):
+    """The tensors of a draft head, which files hold as a further layer. `{layer}` stands for its number."""
+
+    layer: str
+    """The beginning of transformers' names of the head's layer."""
+    parts: Mapping[str, str]
+    """Maps llama.cpp's names of what is around the layer to transformers', which are whole."""
+
+
 class GgufArchitecture(NamedTuple):
     """The tensors of an architecture. Names are without `blk.N.` and `model.layers.N.`, and without their suffix unless
     the suffix changes.
@@ -34,7 +43,29 @@ class GgufArchitecture(NamedTuple):
     """Maps llama.cpp's names of a layer's tensors to transformers', both with their suffixes, where these differ."""
     layers: str = "model.layers"
     """The beginning of transformers' names of layers."""
+    head: GgufHead | None = None
+    """The draft head; None if none is read."""
 
+
+_LAST_LAYER = "model.layers.{layer}"
+_HEAD_IN_LAYER = GgufHead(
+    _LAST_LAYER,
+    {
+        "nextn.eh_proj": f"{_LAST_LAYER}.eh_proj",
+        "nextn.enorm": f"{_LAST_LAYER}.enorm",
+        "nextn.hnorm": f"{_LAST_LAYER}.hnorm",
+        "nextn.shared_head_norm": f"{_LAST_LAYER}.shared_head.norm",
+    },
+)
+_QWEN_HEAD = GgufHead(
+    "mtp.layers.0",
+    {
+        "nextn.eh_proj": "mtp.fc",
+        "nextn.enorm": "mtp.pre_fc_norm_embedding",
+        "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "mtp.norm",
+    },
+)
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -274,6 +305,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "Glm4MoeForCausalLM",
         _DENSE | _HEAD_NORMS | _EXPERTS | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
         tensors=_CHOICE_BIAS,
+        head=_HEAD_IN_LAYER,
     ),
     "cohere2": GgufArchitecture("Cohere2ForCausalLM", _DENSE),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", _DENSE | {"post_attention_norm": "post_attention_layernorm"}),
@@ -351,15 +383,28 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         tensors=_mamba_2_tensors("mixer"),
         layers="backbone.layers",
     ),
-    "qwen35": GgufArchitecture("Qwen3_5ForCausalLM", _QWEN_3_5, adds_one=True, tensors=_QWEN_3_5_TENSORS),
+    "qwen35": GgufArchitecture(
+        "Qwen3_5ForCausalLM", _QWEN_3_5, adds_one=True, tensors=_QWEN_3_5_TENSORS, head=_QWEN_HEAD
+    ),
     "qwen35moe": GgufArchitecture(
-        "Qwen3_5MoeForCausalLM", _QWEN_3_5 | _QWEN_3_5_EXPERTS, adds_one=True, tensors=_QWEN_3_5_TENSORS
+        "Qwen3_5MoeForCausalLM",
+        _QWEN_3_5 | _QWEN_3_5_EXPERTS,
+        adds_one=True,
+        tensors=_QWEN_3_5_TENSORS,
+        head=_QWEN_HEAD,
     ),
     "qwen3next": GgufArchitecture(
-        "Qwen3NextForCausalLM", _QWEN_3_5 | _QWEN_3_5_EXPERTS, adds_one=True, tensors=_QWEN_3_5_TENSORS
+        "Qwen3NextForCausalLM",
+        _QWEN_3_5 | _QWEN_3_5_EXPERTS,
+        adds_one=True,
+        tensors=_QWEN_3_5_TENSORS,
+        head=_QWEN_HEAD,
     ),
     "deepseek2": GgufArchitecture(
-        "DeepseekV3ForCausalLM", _LATENT | _MLP | _EXPERTS | _SHARED_EXPERTS, tensors=_CHOICE_BIAS
+        "DeepseekV3ForCausalLM",
+        _LATENT | _MLP | _EXPERTS | _SHARED_EXPERTS,
+        tensors=_CHOICE_BIAS,
+        head=_HEAD_IN_LAYER,
     ),
 }
 """The architectures by llama.cpp's name."""
@@ -400,3 +445,16 @@ def name_of(architecture: GgufArchitecture, name: str) -> str:
     if (whole := architecture.tensors.get(found.part)) is not None:
         return f"{prefix}.{whole}"
     return f"{prefix}.{architecture.parts[base]}.{suffix}" if base in architecture.parts else name
+
+
+def head_name_of(architecture: GgufArchitecture, place: LayerTensor) -> str | None:
+    """Returns transformers' name of a tensor of the draft head, perhaps with `EXPERT` in it; None if it is not read,
+    as copies of the embedding and of the output head are.
+    """
+    if (head := architecture.head) is None:
+        return None
+    base, _, suffix = place.part.rpartition(".")
+    if base in head.parts:
+        return f"{head.parts[base].format(layer=place.layer)}.{suffix}"
+    usual, prefix = name_of(architecture, f"blk.{place.layer}.{place.part}"), f"{architecture.layers}.{place.layer}"
+    return head.layer.format(layer=place.layer) + usual.removeprefix(prefix) if usual.startswith(prefix) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from manta.workers.checkpoints import gguf_hybrids
 from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES
-from manta.workers.checkpoints.gguf_hybrids import check_gated, chosen_experts, granite_factors
+from manta.workers.checkpoints.gguf_hybrids import check_gated, chosen_experts, draft_heads, granite_factors
 from manta.workers.checkpoints.gguf_keys import judge_unread
 from manta.workers.checkpoints.gguf_metadata import GgufFile
 from manta.workers.models.dense import FULL, SLIDING
@@ -385,17 +385,21 @@ def _gpt_oss(file: GgufFile, config: Config) -> Config:
 
 def _glm_4_moe(file: GgufFile, config: Config) -> Config:
     check_gated(file)
-    return chosen_experts(file) | {
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "n_routed_experts": file.of_model("expert_count").whole(),
-        "n_shared_experts": file.of_model("expert_shared_count").whole(1),
-        "moe_intermediate_size": file.of_model("expert_feed_forward_length").whole(),
-        "first_k_dense_replace": file.of_model("leading_dense_block_count").whole(1, least=0),
-        "routed_scaling_factor": file.of_model("expert_weights_scale").number(1.0),
-        "norm_topk_prob": file.of_model("expert_weights_norm").flag(True),
-        "n_group": file.of_model("expert_group_count").whole(1),
-        "topk_group": file.of_model("expert_group_used_count").whole(1),
-    }
+    return (
+        draft_heads(file)
+        | chosen_experts(file)
+        | {
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+            "n_routed_experts": file.of_model("expert_count").whole(),
+            "n_shared_experts": file.of_model("expert_shared_count").whole(1),
+            "moe_intermediate_size": file.of_model("expert_feed_forward_length").whole(),
+            "first_k_dense_replace": file.of_model("leading_dense_block_count").whole(1, least=0),
+            "routed_scaling_factor": file.of_model("expert_weights_scale").number(1.0),
+            "norm_topk_prob": file.of_model("expert_weights_norm").flag(True),
+            "n_group": file.of_model("expert_group_count").whole(1),
+            "topk_group": file.of_model("expert_group_used_count").whole(1),
+        }
+    )
 
 
 def _cohere_2(file: GgufFile, config: Config) -> Config:

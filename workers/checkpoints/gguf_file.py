@@ -16,7 +16,14 @@ import shutil
 import tempfile
 from typing import Any
 
-from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, EXPERT, layer_tensor, name_of
+from manta.workers.checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    EXPERT,
+    LayerTensor,
+    head_name_of,
+    layer_tensor,
+    name_of,
+)
 from manta.workers.checkpoints.gguf_config import IN_CONFIG, gguf_config
 from manta.workers.checkpoints.gguf_forms import form_of, form_of_whole, usual_shape
 from manta.workers.checkpoints.gguf_metadata import GgufFile
@@ -29,7 +36,7 @@ _FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
 """Form of the names of these folders, finished and not."""
 _OF_TOWERS = ("v.", "a.", "mm.")
 """Beginnings of llama.cpp's names of tensors that see, hear, or join both to a text decoder."""
-_LAYOUT = 5
+_LAYOUT = 6
 """Version of the folder's contents. Folders of another version are not used."""
 
 
@@ -105,17 +112,18 @@ def _write(file: GgufFile, folder: pathlib.Path) -> None:
 
 def _index(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the place of each tensor: the number of its file, and its `TensorEntry`. The tensor of all experts of a
-    layer becomes one for each. Layers that draft tokens are left out, and so is what sees or hears in Ollama's files.
+    layer becomes one for each. What sees or hears in Ollama's files is left out, and so are draft heads but the first.
     """
     architecture, tensors = file.architecture, {}
     for stored, (kind, shape, start, num_bytes, number) in file.tensors.items():
         if stored in IN_CONFIG or stored.startswith(_OF_TOWERS):
             continue
-        name, place = name_of(ARCHITECTURES[architecture], stored), layer_tensor(stored)
+        place = layer_tensor(stored)
+        name = _usual_name(architecture, stored, place, config)
+        if name is None:
+            continue
         if place is None:
             form = form_of_whole(architecture, stored)
-        elif place.layer >= config["num_hidden_layers"]:
-            continue
         else:
             form = form_of(architecture, place.part, shape, config)
             shape = usual_shape(place.part, shape)
@@ -129,6 +137,15 @@ def _index(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             own = (number, kind, shape[1:], own_start, own_start + own_bytes, changes)
             tensors[name.replace(EXPERT, str(expert))] = own
     return {"files": {str(path): path.stat().st_size for path in file.paths}, "tensors": tensors}
+
+
+def _usual_name(architecture: str, stored: str, place: LayerTensor | None, config: dict[str, Any]) -> str | None:
+    """Returns transformers' name of a tensor, perhaps with `EXPERT` in it; None if it is left out."""
+    own, num_layers = ARCHITECTURES[architecture], config["num_hidden_layers"]
+    if place is None or place.layer < num_layers:
+        return name_of(own, stored)
+    is_read = place.layer == num_layers and config["architectures"] == [own.model]
+    return head_name_of(own, place) if is_read else None
 
 
 def _write_tokenizer(file: GgufFile, num_rows: int, folder: pathlib.Path) -> str | None:

@@ -28,6 +28,11 @@ def chosen_experts(file: GgufFile) -> Config:
     return {"num_experts_per_tok": file.of_model("expert_used_count").whole()}
 
 
+def draft_heads(file: GgufFile) -> Config:
+    """Returns the number of layers after the model's last one."""
+    return {"num_nextn_predict_layers": file.of_model("nextn_predict_layers").whole(0, least=0)}
+
+
 def check_gated(file: GgufFile) -> None:
     """Raises `ConfigError` unless the router has sigmoids."""
     file.of_model("expert_gating_func").whole(_SIGMOID, least=_SIGMOID, most=_SIGMOID)
@@ -302,7 +307,7 @@ def _deepseek_2(file: GgufFile, config: Config) -> Config:
         "topk_group": file.of_model("expert_group_used_count").whole(1),
     }
     if scores == _SIGMOID:
-        return own
+        return own | draft_heads(file)
     choice = "greedy" if num_groups == 1 else "group_limited_greedy"
     return own | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": choice}
 

@@ -1,12 +1,24 @@
-"""Says whether a checkpoint has a draft head that can be run. Reads the headers of its files. Imports no framework."""
+"""Says whether there is a draft head that can be run, in a checkpoint or in a folder of its own. Reads the headers of
+its files. Imports no framework.
+"""
 
 from __future__ import annotations
 
 import pathlib
 
+from manta.workers.checkpoints.draft_tokens import eagle3_head
 from manta.workers.checkpoints.memory import weight_headers
 from manta.workers.models.draft_heads import DRAFTING, draft_head_config, holds_draft_heads, missing_tensor
 from manta.workers.models.model_config import ModelConfig, ModelError
+
+
+def draft_head(folder: pathlib.Path, config: ModelConfig, draft_folder: pathlib.Path | None) -> ModelConfig:
+    """Returns the shape of the draft head for the model in a folder, of shape `config`: the EAGLE-3 head in a folder of
+    its own, or without one the head in the model's checkpoint.
+
+    Raises `ModelError` as `eagle3_head` and `stored_draft_head` do.
+    """
+    return stored_draft_head(folder, config) if draft_folder is None else eagle3_head(draft_folder, config)
 
 
 def stored_draft_head(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:

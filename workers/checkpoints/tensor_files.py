@@ -43,10 +43,9 @@ class TensorFiles:
     Raises `ModelError` if there are no files, or if one is truncated or not safetensors.
     """
 
-    def __init__(self, folder: str | pathlib.Path, read_ahead: bool = True) -> None:
-        """If `read_ahead`, the system reads all of a cold file while the first weights are packed."""
+    def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = pathlib.Path(folder)
-        self._read_ahead = read_ahead
+        self._maps: list[mmap.mmap] = []
         self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}
         self._paths: dict[str, pathlib.Path] = {}
         """The file of each tensor."""
@@ -65,7 +64,11 @@ class TensorFiles:
             mapped = _map_privately(file.fileno())
         self._entries |= {name: (mapped, entry) for name, entry in entries.items()}
         self._paths |= dict.fromkeys(entries, path)
-        if self._read_ahead:
+        self._maps.append(mapped)
+
+    def read_ahead(self) -> None:
+        """Has the system read all of the files, for a caller that will read most of them."""
+        for mapped in self._maps:
             _advise(mapped, "MADV_WILLNEED")
 
     def __contains__(self, name: str) -> bool:

@@ -1,7 +1,7 @@
 """The digest of a checkpoint's values: two checkpoints with the same digest compute the same.
 
 A file is read once. Its digest is remembered in the cache under the file's device, inode, size and change time, which
-nobody can set: whoever changes a file changes its digest, too. The prefix store is the only caller.
+nobody can set: whoever changes a file changes its digest, too. The prefix store and the packed weights ask for it.
 """
 
 from __future__ import annotations
@@ -61,22 +61,52 @@ class CheckpointValues:
         """
         folder = cache_entry("digests")
         with one_at_a_time(folder / _LOCK):  # the ranks of a machine ask at once
-            digests = [self._remembered(folder, *each) for each in zip(self._paths, self._stamps, strict=True)]
-        if [_stamp(path) for path in self._paths] != self._stamps:
+            digests = [self._found(folder, *each) for each in zip(self._paths, self._stamps, strict=True)]
+        if self.have_changed():
             raise CheckpointChanged(f"a file of {self._paths[0].parent} has changed while it was loaded")
-        return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()
+        return _joined(digests)
 
-    def _remembered(self, folder: pathlib.Path, path: pathlib.Path, stamp: _Stamp) -> bytes:
+    def known(self) -> str | None:
+        """Returns the digest if it is known without reading the files, which may have changed since this object was
+        made. Raises `OSError` and `UntrustedCache` if there is no cache.
+        """
+        folder = cache_entry("digests")
+        digests = [_remembered(_entry(folder, stamp)) for stamp in self._stamps]
+        known = [digest for digest in digests if digest is not None]
+        return _joined(known) if len(known) == len(digests) else None
+
+    def have_changed(self) -> bool:
+        """Returns whether a file has changed since this object was made."""
+        return [_stamp(path) for path in self._paths] != self._stamps
+
+    def _found(self, folder: pathlib.Path, path: pathlib.Path, stamp: _Stamp) -> bytes:
         """Returns the digest of a file from the cache, else from the file."""
-        entry = folder / hashlib.blake2b(repr(tuple(stamp)).encode(), digest_size=DIGEST_BYTES).hexdigest()
-        found = read_private(entry)
-        if found is not None and found[0] == _with_mark(bytes(found[0][:DIGEST_BYTES])):
-            return bytes(found[0][:DIGEST_BYTES])
+        entry = _entry(folder, stamp)
+        remembered = _remembered(entry)
+        if remembered is not None:
+            return remembered
         digest = _read(path, stamp.size)
-        if stamp.changed_ns < self._settled_ns:
+        if stamp.changed_ns < self._settled_ns and _stamp(path) == stamp:
             with contextlib.suppress(OSError):  # it is read again
                 write_private(entry, _with_mark(digest))
         return digest
+
+
+def _joined(digests: list[bytes]) -> str:
+    return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _entry(folder: pathlib.Path, stamp: _Stamp) -> pathlib.Path:
+    """Returns the path in the cache of the digest of a file."""
+    return folder / hashlib.blake2b(repr(tuple(stamp)).encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _remembered(entry: pathlib.Path) -> bytes | None:
+    """Returns a digest from the cache; None if it has none, or a torn one."""
+    found = read_private(entry)
+    if found is None or found[0] != _with_mark(bytes(found[0][:DIGEST_BYTES])):
+        return None
+    return bytes(found[0][:DIGEST_BYTES])
 
 
 def _stamp(path: pathlib.Path) -> _Stamp:

@@ -107,11 +107,20 @@ class Decoder:
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds what each layer keeps.
         """
-        embedded = self.embed(token_ids)
-        if self.weights.layer_inputs is None:
-            return self.forward_embedded(embedded, metadata, kv_caches)
-        inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
-        return self.forward_embedded(embedded, metadata, kv_caches, inputs)
+        return self.forward_tapped(token_ids, metadata, kv_caches)[0]
+
+    def forward_tapped(
+        self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes like `forward`. Returns the residual stream before each layer of `ModelConfig.taps` too, side by
+        side: [num_tokens, len(taps) * hidden].
+        """
+        embedded, inputs = self.embed(token_ids), None
+        if self.weights.layer_inputs is not None:
+            inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+        result, hidden = self.forward_embedded(embedded, metadata, kv_caches, inputs), self.config.hidden_size
+        tapped = result[:, hidden:]
+        return (result[:, :hidden].contiguous() if self.config.taps else result), tapped
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
@@ -129,7 +138,7 @@ class Decoder:
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those that each
-        layer has of its own.
+        layer has of its own. In each row the hidden state comes first, and then what `forward_tapped` returns too.
         """
         tables = self._rotary_tables(metadata.max_context_len, embedded.device)
         run, caches = self.compiled or self._run, self._own_caches(kv_caches)
@@ -163,7 +172,9 @@ class Decoder:
         kv_caches: KVCaches,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs all layers. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own."""
+        """Runs all layers, as `Forward` says. `inputs` [num_layers, num_tokens, width] are those that each layer has of
+        its own.
+        """
         normed = self._norm(residual, self.weights.layers[0].input_norm)
         config = self.config
         embedded = residual if config.shared_blocks is None else residual.clone()
@@ -175,10 +186,13 @@ class Decoder:
         shortcut: torch.Tensor | None = None
         routed: torch.Tensor | None = None
         router_rows: torch.Tensor | None = None
+        tapped: list[torch.Tensor] = []
         for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
             kv_cache = kv_caches[source]
+            if index in config.taps:
+                tapped.append(residual.clone())
             group, window = metadata.of_group(0 if place is None else place.group), sliding_window
             if config.windows_are_chunks and window is not None and place is not None:
                 group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
@@ -193,6 +207,9 @@ class Decoder:
                 eps = config.rms_norm_eps
                 normed = mixer_input(layer.block, residual, embedded, eps, self._kernels, attend, run_mlp)
                 kv_cache = kv_cache[2:]
+            if layer.joins_input:
+                assert inputs is not None
+                normed = torch.cat((inputs[index], normed), dim=-1)
             if layer.mixer is not None:
                 growing = growth if grows else None
                 update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing, choice)
@@ -226,7 +243,9 @@ class Decoder:
                 assert inputs is not None
                 residual.add_(add_own_input(layer.own_input, residual, inputs[index], config, self._kernels))
             normed = self._norm(residual.mul_(layer.scalar), next_norm)
-        return normed
+        if config.num_layers in config.taps:
+            tapped.append(residual)
+        return torch.cat((normed, *tapped), dim=-1) if tapped else normed
 
     def _run_streams(
         self,

@@ -19,7 +19,7 @@ from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
-from manta.workers.checkpoints.stored_draft_head import stored_draft_head
+from manta.workers.checkpoints.stored_draft_head import draft_head
 from manta.workers.jax_worker.draft_runner import JaxDraftRunner
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
@@ -32,7 +32,7 @@ from manta.workers.kv_groups import one_group
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.variants import check_draft_model
+from manta.workers.models.variants import check_draft_model, check_variants
 from manta.workers.option_support import check_options
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.phases import Phases
@@ -70,8 +70,8 @@ class JaxWorker:
         self.processors = LogitsProcessorRegistry(config.logits_processors if draws else {})
         folder = resolve_model_folder(config.model)
         model_config = native_config(folder).for_context(config.max_model_len)
-        if loads_draft_head:
-            stored_draft_head(folder, model_config)  # raises: no family with heads that are run computes on a TPU
+        if loads_draft_head:  # raises: no TPU computes draft heads
+            check_variants(draft_head(folder, model_config, draft_folder), "tpu")
         draft_config = None if draft_folder is None else native_config(draft_folder).for_context(config.max_model_len)
         check_num_ranks(model_config, config.tensor_parallel_size)
         mesh = open_mesh(config.tensor_parallel_size, num_hosts, place)

@@ -54,7 +54,9 @@ def load_parameters(
 
     If `whole` is False, `config` may have fewer layers than the checkpoint; the others are not read.
     """
-    files = TensorFiles(folder, read_ahead=mesh.size == 1)
+    files = TensorFiles(folder)
+    if mesh.size == 1:
+        files.read_ahead()
     config = files.as_stored(config)
     reader = WeightReader(files, config, DTYPES[dtype], mesh)
     spec = describe(config)

@@ -118,6 +118,7 @@ class FusedLayers:
 
     def __init__(self, weights: DecoderWeights, config: ModelConfig, exact: bool) -> None:
         self._weights = weights  # their memory is pointed to
+        self._taps = config.taps
         self._dtype = weights.dtype
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
@@ -164,6 +165,10 @@ class FusedLayers:
             to.sinks = _address(attention.sinks)
             to.window = NO_WINDOW if window is None else window
             to.group = place.group
+        norms = [*(layer.input_norm for layer in weights.layers), weights.final_norm]
+        ends = [*(tap for tap in config.taps if 0 < tap < len(weights.layers)), len(weights.layers)]
+        self._parts = [(start, end, _address(norms[end])) for start, end in zip([0, *ends], ends, strict=False)]
+        """The first layer of each call, the one after its last, and the address of the norm after that."""
         self._kv_caches: KVCaches | None = None
         self._tables: RotaryTables | None = None
         self._memory = KeptMemory()
@@ -176,8 +181,8 @@ class FusedLayers:
         kv_caches: KVCaches,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm, [num_tokens, hidden]; `residual`, of the same shape, is overwritten. There
-        are no `inputs`: torch runs the layers that have some.
+        """Computes as `Forward` says; `residual` is overwritten. There are no `inputs`: torch runs the layers that have
+        some. Layers between two taps are one call, after which `residual` is what the next layer reads.
         """
         assert inputs is None
         if cos_sin is not self._tables:
@@ -219,18 +224,15 @@ class FusedLayers:
             begin(metadata)
         library = _library()
         assert library is not None
-        library.manta_decoder(
-            self._shape,
-            self._layers,
-            len(self._layers),
-            _address(self._weights.final_norm),
-            step,
-            buffers,
-            output.data_ptr(),
-        )
+        tapped = [residual.clone()] if 0 in self._taps else []
+        for start, end, norm in self._parts:
+            first = ctypes.byref(self._layers[start])
+            library.manta_decoder(self._shape, first, end - start, norm, step, buffers, output.data_ptr())
+            if end in self._taps:
+                tapped.append(residual.clone())
         for raise_error in self._raise_errors:
             raise_error()
-        return output
+        return torch.cat((output, *tapped), dim=-1) if tapped else output
 
     def _native(self, linear: Linear, in_features: int, out_features: int) -> NativeLinear:
         if isinstance(linear, HasNative):

@@ -171,9 +171,12 @@ class Forward(Protocol):
         kv_caches: KVCaches,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm, [num_tokens, hidden]. `residual` holds the embedded tokens, and may be
-        overwritten. The same list of tables is the same numbers in the same memory. `inputs` [num_layers, num_tokens,
-        width] are those that each layer has of its own (Gemma 4); None for none.
+        """Hidden states after the last norm, [num_tokens, hidden]. With `ModelConfig.taps` the residual stream before
+        each of these layers follows in a row: [num_tokens, (1 + len(taps)) * hidden].
+
+        `residual` holds the embedded tokens, and may be overwritten. The same list of tables is the same numbers in the
+        same memory. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own (Gemma 4); None
+        for none.
         """
         ...
 

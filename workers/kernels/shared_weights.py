@@ -6,6 +6,10 @@ the system frees it. Once the weights are whole it is sealed: then nobody can wr
 
 `workers/platforms/cpu.py` opens it while weights are read. Where there is no such memory, or no C++ compiler, each
 process has a copy of its own.
+
+If packed weights are kept in files (`packed_files.py`), the first process of a model maps the file that an earlier one
+has written, which takes a tenth of the time. Files lie in small pages. So a thread of low priority then copies what
+was mapped to memory that is shared, and puts that in its place.
 """
 
 from __future__ import annotations
@@ -25,13 +29,12 @@ import torch
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.cache_folder import UntrustedCache, cache_entry
-from manta.workers.kernels import build
+from manta.workers.kernels import build, idle_work
+from manta.workers.kernels.packed_files import FILLS, HUGE_PAGE, SHARES, MappedFile, PackedFiles
 
 logger = logger_of(__name__)
 
 PREFIX = "manta-weights-"
-HUGE_PAGE = 2 << 20
-"""The file has a multiple of it: all of it lies in huge pages, and weights share those in which they begin and end."""
 _PAGE = 4096
 _CACHE_LINE = 64
 """A weight begins so much after a page does. Where both begin at once, a decode step of 64 rows takes 4% longer in AMX,
@@ -42,6 +45,8 @@ PATIENCE_S = 120.0
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_WRITE: names that Python has on Linux alone."""
 _LOCKS = "weights.lock"
+_COPIED = 16 << 20
+"""Bytes that are copied between two looks whether the process ends."""
 _WAIT_SLICE_S = 0.02
 
 
@@ -53,18 +58,18 @@ def _library() -> ctypes.CDLL | None:
         library.manta_map_weights.restype = c_void_p
         library.manta_unmap_weights.argtypes = [c_void_p, c_int64]
         library.manta_unmap_weights.restype = None
+        library.manta_checksum_weights.argtypes = [c_void_p, c_int64, c_void_p]
+        library.manta_replace_weights.argtypes = [c_void_p, c_void_p, c_int64]
     return library
 
 
 class SharedWeights:
-    """Tensors in one file, which are asked for in the same order by whoever fills it and by all others. The file is
-    open as long as one of them lives: so others find it.
+    """Tensors that are asked for in the same order by whoever fills them and by all others. Together they have a
+    multiple of `HUGE_PAGE`: weights share the huge pages in which they begin and end.
     """
 
-    def __init__(self, library: ctypes.CDLL, file: int, is_whole: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, is_whole: bool) -> None:
         self._library = library
-        self._file = file
-        weakref.finalize(self, os.close, file).atexit = False
         self.is_whole = is_whole
         self._end = 0
 
@@ -73,30 +78,162 @@ class SharedWeights:
         start, num_bytes = self._end + _CACHE_LINE, size * dtype.itemsize
         self._end = _up_to(start + num_bytes, _PAGE)
         if not self.is_whole:
-            os.truncate(self._file, _up_to(self._end, HUGE_PAGE))
-            fill(self._map(start, num_bytes, writes=True).view(dtype))
-        return self._map(start, num_bytes, writes=False).view(dtype)
+            fill(self._added(start, num_bytes).view(dtype))
+        return self._view(start, num_bytes).view(dtype)
 
-    def _map(self, start: int, num_bytes: int, writes: bool) -> torch.Tensor:
-        address = self._library.manta_map_weights(self._file, start, num_bytes, writes)
-        if address is None:
-            raise MemoryError(f"{num_bytes} bytes of shared weights cannot be mapped")
-        memory = (ctypes.c_char * num_bytes).from_address(address)
+    def _added(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Returns bytes [num_bytes] behind all others, to be written to."""
+        raise NotImplementedError
+
+    def _view(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Returns bytes [num_bytes] to be read."""
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """All have been asked for."""
+        if _up_to(self._end, HUGE_PAGE) != self.num_bytes:
+            raise RuntimeError(f"shared weights have {self.num_bytes} bytes, and {self._end} were asked for")
+
+
+class LentWeights(SharedWeights):
+    """Tensors in memory that is a file, all of it in huge pages. It is open as long as one of them lives: so others
+    find it.
+    """
+
+    def __init__(self, library: ctypes.CDLL, file: int, is_whole: bool) -> None:
+        super().__init__(library, is_whole)
+        self._file = file
+        weakref.finalize(self, os.close, file).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def _added(self, start: int, num_bytes: int) -> torch.Tensor:
+        os.truncate(self._file, _up_to(self._end, HUGE_PAGE))
+        return self._map(start, num_bytes, FILLS)
+
+    def _view(self, start: int, num_bytes: int) -> torch.Tensor:
+        return self._map(start, num_bytes, SHARES)
+
+    def _map(self, start: int, num_bytes: int, use: int) -> torch.Tensor:
+        memory = _mapped(self._library, self._file, start, num_bytes, use)
         # This keeps the file open, too. At the end of the process threads may still read what is mapped
-        weakref.finalize(memory, self._unmap, address, num_bytes).atexit = False
+        weakref.finalize(memory, self._unmap, ctypes.addressof(memory), num_bytes).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _unmap(self, address: int, num_bytes: int) -> None:
         self._library.manta_unmap_weights(address, num_bytes)
 
     def finish(self) -> None:
-        """All have been asked for: the file may be lent from now on."""
-        size = os.fstat(self._file).st_size
-        if _up_to(self._end, HUGE_PAGE) != size:
-            raise RuntimeError(f"shared weights have {size} bytes, and {self._end} were asked for")
+        """The file may be lent from now on."""
+        super().finish()
         if not self.is_whole:
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
             self.is_whole = True
+
+    def keep_in(self, files: PackedFiles) -> None:
+        """Has the finished weights written to a file. Nobody waits for it."""
+        library, num_bytes, file = self._library, self.num_bytes, os.dup(self._file)
+
+        def keep(is_over: Callable[[], bool]) -> None:
+            try:
+                memory = _mapped(library, file, 0, num_bytes, SHARES)
+                address = ctypes.addressof(memory)
+                files.keep(library, MappedFile(address, num_bytes), is_over)
+                library.manta_unmap_weights(address, num_bytes)
+            finally:
+                os.close(file)
+
+        if num_bytes:
+            idle_work.begin(keep, "packed weights are not kept")
+
+
+class KeptWeights(SharedWeights):
+    """Tensors of a file on a disk, which is mapped as a whole as long as one of them lives."""
+
+    def __init__(self, library: ctypes.CDLL, mapped: MappedFile) -> None:
+        super().__init__(library, is_whole=True)
+        self._mapped = mapped
+        self._memory = (ctypes.c_char * mapped.num_bytes).from_address(mapped.address)
+        weakref.finalize(self._memory, library.manta_unmap_weights, *mapped).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self._mapped.num_bytes
+
+    def _view(self, start: int, num_bytes: int) -> torch.Tensor:
+        if start + num_bytes > self.num_bytes:
+            raise RuntimeError(f"kept weights have {self.num_bytes} bytes, and more were asked for")
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=start)
+
+    def move_to_huge_pages(self, name: str) -> None:
+        """Has the weights put into memory that is lent under this name. Nobody waits for it."""
+        library, mapped, memory = self._library, self._mapped, weakref.ref(self._memory)
+
+        def move(is_over: Callable[[], bool]) -> None:
+            with _alone(_digest(f"copy of {name}")):  # of several processes one copies, and the others map its copy
+                held = memory()
+                if held is None:
+                    return
+                file = _find(name)
+                if file is None:
+                    file = _copied(library, mapped, name, is_over)
+                if file is not None and not _replaced(library, mapped, file):
+                    os.close(file)
+                    file = None
+                if file is not None:
+                    weakref.finalize(held, os.close, file).atexit = False
+
+        idle_work.begin(move, "kept weights stay in small pages")
+
+
+def _mapped(library: ctypes.CDLL, file: int, start: int, num_bytes: int, use: int) -> ctypes.Array[ctypes.c_char]:
+    """Maps a part of a file. Raises `MemoryError` if the system refuses."""
+    address = library.manta_map_weights(file, start, num_bytes, use)
+    if address is None:
+        raise MemoryError(f"{num_bytes} bytes of shared weights cannot be mapped")
+    return (ctypes.c_char * num_bytes).from_address(address)
+
+
+def _copied(library: ctypes.CDLL, mapped: MappedFile, name: str, is_over: Callable[[], bool]) -> int | None:
+    """Returns new memory of this name with what is mapped, opened and sealed; None if the process ends meanwhile."""
+    file = _make(name)
+    try:
+        os.truncate(file, mapped.num_bytes)
+        memory = _mapped(library, file, 0, mapped.num_bytes, FILLS)
+        address = ctypes.addressof(memory)
+        try:
+            for start in range(0, mapped.num_bytes, _COPIED):
+                if is_over():
+                    break
+                ctypes.memmove(address + start, mapped.address + start, min(_COPIED, mapped.num_bytes - start))
+        finally:
+            library.manta_unmap_weights(address, mapped.num_bytes)
+        if not is_over():
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+            return file
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
+
+
+def _replaced(library: ctypes.CDLL, mapped: MappedFile, file: int) -> bool:
+    """Puts the content of a file in the place of what is mapped, which is the same. Returns whether that succeeded."""
+    address = library.manta_map_weights(file, 0, mapped.num_bytes, SHARES)
+    if address is None:
+        return False
+    if library.manta_replace_weights(mapped.address, address, mapped.num_bytes):
+        return True
+    library.manta_unmap_weights(address, mapped.num_bytes)
+    return False
 
 
 def _up_to(size: int, unit: int) -> int:
@@ -104,9 +241,10 @@ def _up_to(size: int, unit: int) -> int:
 
 
 @contextlib.contextmanager
-def shared_weights(content: str) -> Iterator[SharedWeights | None]:
+def shared_weights(content: str, files: PackedFiles | None = None) -> Iterator[SharedWeights | None]:
     """Gives the shared weights that `content` and the kernels name in full. They are those of a process that has them,
-    else new ones that are lent after the end of the context. None if memory cannot be shared here.
+    else those in `files`, else new ones that are lent after the end of the context, and then kept in `files`. None if
+    memory cannot be shared here.
     """
     library = _library()
     if library is None or not hasattr(os, "memfd_create"):
@@ -115,15 +253,22 @@ def shared_weights(content: str) -> Iterator[SharedWeights | None]:
     name = _name(library, content)
     with _alone(name):
         file = _find(name)
-        if file is not None:
-            weights = SharedWeights(library, file, is_whole=True)
-        elif _has_huge_pages():
-            weights = SharedWeights(library, _make(name), is_whole=False)
-        else:
+        if file is None and not _has_huge_pages():
             yield None
             return
+        mapped = None if file is not None or files is None else files.find(library)
+        if mapped is not None:
+            kept = KeptWeights(library, mapped)
+            yield kept
+            kept.finish()
+            kept.move_to_huge_pages(name)
+            return
+        weights = LentWeights(library, _make(name) if file is None else file, is_whole=file is not None)
+        is_new = not weights.is_whole
         yield weights
         weights.finish()
+        if is_new and files is not None:
+            weights.keep_in(files)
 
 
 def _make(name: str) -> int:
@@ -138,14 +283,18 @@ def _has_huge_pages() -> bool:
     library = _library()
     assert library is not None
     try:
-        SharedWeights(library, _make(f"{PREFIX}trial"), is_whole=False).place(HUGE_PAGE, torch.uint8, lambda _: None)
+        LentWeights(library, _make(f"{PREFIX}trial"), is_whole=False).place(HUGE_PAGE, torch.uint8, lambda _: None)
     except MemoryError:
         return False
     return True
 
 
 def _name(library: ctypes.CDLL, content: str) -> str:
-    return PREFIX + hashlib.blake2b(f"{library._name} {content}".encode(), digest_size=16).hexdigest()
+    return PREFIX + _digest(f"{library._name} {content}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _find(name: str) -> int | None:

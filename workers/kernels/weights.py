@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
+
+if TYPE_CHECKING:
+    from manta.workers.kernels.packed_files import PackedFiles
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -77,6 +80,15 @@ class RowSums(Protocol):
     def sums(self, x: torch.Tensor, size: int, sum_rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Returns the sums [num_tokens, 1] that `sum_rows` makes of such rows."""
         ...
+
+
+class WeightContent(NamedTuple):
+    """All that packed weights depend on beside the kernels."""
+
+    now: str
+    """The checkpoint's files as they are now, and what is made of them."""
+    files: PackedFiles | None = None
+    """The files in which they are kept, by the checkpoint's values; None if they are not."""
 
 
 class SharedLinears(Protocol):
@@ -364,6 +376,7 @@ class LayerWeights:
     mlp_gate: NormGateWeights | None = None
     mixer_scaling: ScalingWeights | None = None
     mlp_scaling: ScalingWeights | None = None
+    joins_input: bool = False
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -394,6 +407,21 @@ class DraftHeadWeights:
     """2 * hidden -> hidden."""
     decoder: DecoderWeights
     """The head's layer and its last norm, between the model's embedding and output head."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Eagle3Weights:
+    """A draft head, as `Eagle3Spec` of `workers/models/eagle3.py` describes it."""
+
+    fuse: Linear
+    """len(taps) * target_size -> hidden."""
+    embedding_norm: torch.Tensor
+    stream_norm: torch.Tensor | None
+    """The norm of what the head's residual stream begins with; None if the stream begins before its norm."""
+    decoder: DecoderWeights
+    """The head's layer and its last norm, between its embedding and its output head."""
+    target_ids: torch.Tensor | None
+    """The model's token of each that the head drafts, int64 [vocab_size]; None if both have the same tokens."""
 
 
 def max_mlp_rows(config: ModelConfig, dtype: torch.dtype) -> int:

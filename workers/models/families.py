@@ -13,6 +13,7 @@ from manta.workers.models import (
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    eagle3,
     falcon_h1,
     falcon_mamba,
     gemma2,
@@ -163,5 +164,7 @@ OTHER_NAMES = {"SarvamMLAForCausalLM": "DeepseekV3ForCausalLM"}
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    """Returns the weights of a native model."""
+    """Returns the weights of a native model, or of an EAGLE-3 head."""
+    if config.eagle3 is not None:
+        return eagle3.describe(config, config.eagle3)
     return FAMILIES[config.architecture].describe(config)

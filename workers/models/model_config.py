@@ -294,6 +294,25 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The part of gates that each layer's MLP turns off; 0 for none."""
 
 
+class Eagle3Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """A draft head that reads the residual stream of its model between some layers (EAGLE-3), which
+    `workers/models/eagle3.py` describes.
+    """
+
+    taps: tuple[int, ...]
+    """The layers of the model whose inputs the head reads, ascending: `ModelConfig.taps` of the model."""
+    target_size: int
+    """Width of the model's residual stream."""
+    target_vocab_size: int
+    """Width of the model's logits, and number of tokens that the head reads. `ModelConfig.vocab_size` of the head is
+    the number of those that it drafts.
+    """
+    norms_stream: bool
+    """Whether the head's own residual stream begins after its norm, instead of before it."""
+    layer: str
+    """How the names of the tensors of the head's layer begin."""
+
+
 class PartScales(msgspec.Struct, frozen=True, kw_only=True):
     """Factors inside the layers of Falcon-H1."""
 
@@ -427,7 +446,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
     is_draft_head: bool = False
-    """Whether this is the draft head of a model (`draft_heads.py`), which reads the model's final hidden states."""
+    """Whether this is the draft head of a model (`draft_heads.py`), which reads hidden states of the model."""
+    eagle3: Eagle3Shape | None = None
+    """What a draft head reads between the model's layers; None if it reads the final hidden states, or is none."""
+    taps: tuple[int, ...] = ()
+    """The layers before which the residual stream is given out, beside the final hidden states; ascending. The number
+    of layers stands for the stream after the last one.
+    """
 
     @property
     def heads(self) -> HeadShape:
@@ -447,6 +472,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The heads of a layer that caches the most, as much as every layer has room for."""
         layers = range(self.num_layers) if self.layer_kv_heads else range(1)
         return max(map(self.heads_of, layers), key=lambda heads: (heads.num_kv_heads * heads.head_dim, heads))
+
+    @property
+    def num_tokens_read(self) -> int:
+        """Number of tokens that have an embedding."""
+        return self.vocab_size if self.eagle3 is None else self.eagle3.target_vocab_size
 
     @property
     def num_cached_layers(self) -> int:

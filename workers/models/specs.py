@@ -423,6 +423,8 @@ class LayerSpec(NamedTuple):
     mixer_scaling: ScalingSpec | None = None
     """Biases and factors where the mixer's result is added; None for none. `mlp_scaling` are those of the MLP's."""
     mlp_scaling: ScalingSpec | None = None
+    joins_input: bool = False
+    """Whether the mixer reads the layer's own input and the norm of the residual stream, side by side (EAGLE-3)."""
 
     @property
     def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:

@@ -59,11 +59,20 @@ class Variant(enum.Enum):
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
+    JOINED_INPUT = "layers that read an embedding beside the residual stream"
+    DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
 OUTSIDE_OF_LAYERS = frozenset(
-    {Variant.ACTIVATION, Variant.ROPES, Variant.STORED_OTHERWISE, Variant.OUTER_SCALES, Variant.FINAL_CAP}
+    {
+        Variant.ACTIVATION,
+        Variant.ROPES,
+        Variant.STORED_OTHERWISE,
+        Variant.OUTER_SCALES,
+        Variant.FINAL_CAP,
+        Variant.DRAFT_HEAD,
+    }
 )
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
@@ -86,6 +95,8 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
+            Variant.JOINED_INPUT,
+            Variant.DRAFT_HEAD,
             Variant.EXPERTS_BESIDE,
             Variant.SHORTCUT,
             Variant.IDENTITY,
@@ -145,6 +156,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None,
+        Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
+        Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),

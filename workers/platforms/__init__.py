@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Linear,
         LinearWeight,
         SharedLinears,
+        WeightContent,
     )
     from manta.workers.models.model_config import ExpertsConfig, ModelConfig
     from manta.workers.parallel.group import Group
@@ -96,7 +97,7 @@ class Platform(Protocol):
         """
         ...
 
-    def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:
+    def shared_linears(self, content: WeightContent) -> AbstractContextManager[SharedLinears | None]:
         """Gives what makes linears in memory that processes share, to be used instead of `make_linear` in this context.
         None if the device shares no memory. `content` identifies the weights.
         """

@@ -19,7 +19,7 @@ from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.shared_weights import shared_weights
-from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears, WeightContent
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
 from manta.workers.platforms.cpu_linears import CpuLinearAdapting, CpuSharedLinears, make_linear
@@ -80,8 +80,8 @@ class CpuPlatform:
         return cpu_experts.fuse(own, config.scales_inputs) or LoopedExperts(own, config.scales_inputs)
 
     @contextlib.contextmanager
-    def shared_linears(self, content: str) -> Iterator[SharedLinears | None]:
-        with shared_weights(content) as weights:
+    def shared_linears(self, content: WeightContent) -> Iterator[SharedLinears | None]:
+        with shared_weights(content.now, content.files) as weights:
             yield None if weights is None else CpuSharedLinears(weights)
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:

@@ -121,11 +121,16 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Plac
     linear = cpu_linear.pack(weight, bias, place=place)
     if linear is not None:
         return linear
-    has_layout = weight.dtype == torch.float32 or processor.form().has_bfloat16  # oneDNN refuses other dtypes
-    if not torch.backends.mkldnn.is_available() or not has_layout:
+    if not has_onednn_layout(weight):
         weight = weight.clone()  # the caller may unmap its memory
         return TorchLinear(weight, bias)
     return OneDnnLinear(weight, bias)
+
+
+def has_onednn_layout(weight: torch.Tensor) -> bool:
+    """Returns whether oneDNN computes products with this weight on this processor."""
+    has_dtype = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and processor.form().has_bfloat16)
+    return weight.device.type == "cpu" and has_dtype and torch.backends.mkldnn.is_available()
 
 
 class OneDnnLinear:

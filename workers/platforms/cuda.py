@@ -36,7 +36,7 @@ from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout, build_
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_layers import rounded_layers
 from manta.workers.kernels.triton.work import WorkShape
-from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight, WeightContent
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cuda_group import NcclGroup
 
@@ -95,7 +95,7 @@ class CudaPlatform:
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
 
-    def shared_linears(self, content: str) -> nullcontext[None]:
+    def shared_linears(self, content: WeightContent) -> nullcontext[None]:
         return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:

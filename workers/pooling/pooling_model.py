@@ -24,7 +24,7 @@ from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.transformers_support import first_position, first_sentence, longest_context, read_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms import Platform
-from manta.workers.pooling import packed_attention
+from manta.workers.pooling import onednn_linears, packed_attention
 from manta.workers.pooling.embedding_head import ACTIVATIONS, EmbeddingHead, pool
 from manta.workers.pooling_info import PoolingInfo, PoolingMode
 
@@ -78,6 +78,7 @@ class PoolingModel:
         longest = longest_context(self._config)
         self.max_tokens = min(filter(None, (longest, info.max_tokens)), default=512)
         """Longest text in tokens."""
+        self._give_layout()
         self.is_packed = self._can_pack()
         """Whether texts of different length run together."""
         for layer in _layers(self._base, self._config):
@@ -219,7 +220,7 @@ class PoolingModel:
     def _can_pack(self) -> bool:
         """Returns whether two texts in one row get what each of them gets alone, with the model's own attention."""
         probe = [PooledText(tokens, len(tokens)) for tokens in self._probe()]
-        expected = torch.stack([self._run_equal([text])[0] for text in probe])
+        expected = self._one_by_one(probe)
         try:
             actual = self._run_packed(probe)
         except packed_attention.CannotPack:
@@ -227,6 +228,19 @@ class PoolingModel:
         except Exception as error:  # the code of each model raises what it likes
             logger.info("%s does not run packed: %s", type(self._model).__name__, first_sentence(error))
             return False
+        return self._is_near(actual, expected)
+
+    @torch.inference_mode()
+    def _give_layout(self) -> None:
+        """Gives the linears oneDNN's layout where the model computes the same with it."""
+        probe = [PooledText(tokens, len(tokens)) for tokens in self._probe()]
+        expected = self._one_by_one(probe)
+        onednn_linears.give_layout(self._model, lambda: self._is_near(self._one_by_one(probe), expected))
+
+    def _one_by_one(self, texts: Sequence[PooledText]) -> torch.Tensor:
+        return torch.stack([self._run_equal([text])[0] for text in texts])
+
+    def _is_near(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
         error_ratio = ((actual - expected).norm() / expected.norm().clamp_min(1e-6)).item()
         return actual.shape == expected.shape and error_ratio < _PROBE_TOLERANCE[self._dtype]
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from manta.workers.decoders.eagle3_head import Eagle3Head
 from manta.workers.kernels.layer_caches import draft_head_caches, layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.protocol import DecodeLimits
@@ -38,7 +39,8 @@ class TorchDraftRunner:
         self._hidden_states: torch.Tensor | None = None
         """The hidden states that a draft head reads, [num_slots, hidden], where the target's runner writes them."""
         if draft.config.is_draft_head:
-            kept = target.keep_hidden_states(draft.dtype)
+            own = (draft.config.hidden_size, draft.model.fuse) if isinstance(draft.model, Eagle3Head) else None
+            kept = target.keep_hidden_states(draft.dtype, own)
             self._hidden_states = kept.flatten(0, 3)
             self._layers = draft_head_caches(kv_cache, kept)
             return  # on a GPU the head's layer runs kernel by kernel
@@ -63,7 +65,7 @@ class TorchDraftRunner:
             QueryTokens(np.array(starts), np.array(counts), block_tables, self._sequences.block_size, may_share=False)
         )
         # The target's padded vocabulary may be wider than the draft model's; tokens never have ids of the padding.
-        known = np.minimum(token_ids, self._config.vocab_size - 1).astype(np.int64)
+        known = np.minimum(token_ids, self._config.num_tokens_read - 1).astype(np.int64)
         hidden = self.model.forward(self._platform.place(known), metadata, self._layers)
         if not drawing:
             return []

@@ -17,12 +17,10 @@ import torch
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import LinearReader
-from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
-from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.exponential import exponential
@@ -35,6 +33,7 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     DeepRouterWeights,
     DraftHeadWeights,
+    Eagle3Weights,
     Embedding,
     ExpertsBesideWeights,
     ExpertsWeights,
@@ -59,7 +58,8 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
-from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
+from manta.workers.models.draft_heads import DraftHeadSpec
+from manta.workers.models.eagle3 import Eagle3Spec
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
@@ -96,6 +96,7 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.weight_content import weight_content
 from manta.workers.torch_worker.weight_platform import WeightPlatform
 
 
@@ -110,13 +111,14 @@ def load_model(
     exact: bool = False,
     expert_parallel: bool = False,
     bank: AdapterBank | None = None,
+    kept_bytes: int = 0,
 ) -> Model:
     """Returns the model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device. With a `group`
     of ranks it is this one's share, which computes together with the others'.
 
     `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the
     others are not read. With `exact` ranks split no sums, and with `expert_parallel` they divide the experts of layers.
-    With a `bank` its linears take adapters.
+    With a `bank` its linears take adapters. With `kept_bytes` packed weights are kept in files of at most that size.
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
     so many ranks.
     """
@@ -126,10 +128,12 @@ def load_model(
         from manta.workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
-    checkpoint = Checkpoint(folder, read_ahead=group.num_ranks == 1)
+    content = weight_content(folder, config, dtype, group, weights, exact, expert_parallel, kept_bytes=kept_bytes)
+    checkpoint = Checkpoint(folder)
     config = checkpoint.as_stored(config)
     share = shard_config(config, group.num_ranks, expert_parallel)
-    with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact, expert_parallel)) as shared:
+    with platform.shared_linears(content) as shared:
+        read_ahead(checkpoint, group, shared)
         compute_dtype = platform.torch_dtype(dtype)
         loader = WeightLoader(
             checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank
@@ -144,44 +148,12 @@ def load_model(
     return Decoder(share, loaded, platform)
 
 
-def load_draft_head(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    dtype: str,
-    platform: Platform,
-    target: DecoderWeights | None = None,
-    weights: str = "auto",
-) -> DraftHead:
-    """Returns the whole draft head of a checkpoint, whose model has the shape `config`. It shares the embedding and the
-    output head of `target`, the weights of that model; without it they are read again.
-
-    Raises `ModelError` as `load_model` does.
+def read_ahead(checkpoint: Checkpoint, group: Group, shared: SharedLinears | None) -> None:
+    """Has the system read all of a cold file while the first weights are packed. Ranks read parts of it, and with
+    weights that are packed already nobody reads it.
     """
-    checkpoint = Checkpoint(folder)
-    config = config if target is not None else checkpoint.as_stored(config)
-    own, alone = draft_head_config(config), OneRank()
-    content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
-    with platform.shared_linears(content) as shared:
-        compute_dtype = platform.torch_dtype(dtype)
-        loader = WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
-        return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
-
-
-def _identity(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    dtype: str,
-    group: Group,
-    weights: str,
-    exact: bool,
-    expert_parallel: bool = False,
-) -> str:
-    """Returns a text of all that packed weights depend on, files and their change times included."""
-    files = [path.stat() for path in weight_files(pathlib.Path(folder))]
-    identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
-    split = "outputs" if exact else "inputs"
-    experts = "whole experts" if expert_parallel else ""
-    return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split} {experts}"
+    if group.num_ranks == 1 and not (shared is not None and shared.are_packed):
+        checkpoint.read_ahead()
 
 
 class WeightLoader:
@@ -242,6 +214,20 @@ class WeightLoader:
         decoder = DecoderWeights(embedding, [self._layer(spec.layer)], self._norm(spec.final_norm), head)
         norms = self._norm(spec.embedding_norm), self._norm(spec.hidden_norm)
         return DraftHeadWeights(*norms, self._linear(spec.join), decoder)
+
+    def load_eagle3(
+        self, spec: Eagle3Spec, embedding: Embedding | None, target_ids: torch.Tensor | None
+    ) -> Eagle3Weights:
+        """Returns an EAGLE-3 head with an embedding, or with its own without one. `target_ids` are on the CPU."""
+        head = self._linear(self.spec.head, is_head=True)
+        (layer,), norm = map(self._layer, self.spec.layers), self._norm(self.spec.final_norm)
+        decoder = DecoderWeights(embedding or self.load_embedding(), [layer], norm, head)
+        norms = self._norm(spec.embedding_norm), self._norm(spec.stream_norm)
+        placed = None if target_ids is None else self._platform.place_weight(target_ids, torch.int64)
+        return Eagle3Weights(self._linear(spec.fuse), *norms, decoder, placed)
+
+    def load_embedding(self) -> Embedding:
+        return self._embedding()[0]
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Returns the embedding and the output head, which may be tied."""
@@ -327,6 +313,7 @@ class WeightLoader:
             self._norm_gate(spec.mlp_gate),
             self._scaling(spec.mixer_scaling),
             self._scaling(spec.mlp_scaling),
+            spec.joins_input,
         )
 
     def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:

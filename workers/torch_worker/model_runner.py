@@ -8,6 +8,7 @@ are in `workers/ranks/rank_sequences.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.workers.adapters.adapter_bank import AdapterBank
+from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.adapter_rows import AdapterRows, RowAdapter
 from manta.workers.kernels.attention_metadata import copy_blocks
 from manta.workers.kernels.layer_caches import LayerStates, allocate_hidden, layer_caches
@@ -72,14 +74,22 @@ class ModelRunner:
         # Once: unbinding costs 2 us a layer and step
         self.kv_layers = layer_caches(kv_cache, layers, states)
         self.hidden_states: torch.Tensor | None = None
-        """Final hidden states of cached tokens, in a result of `allocate_hidden`; None if nobody reads them."""
+        """Hidden states of cached tokens that a draft head reads, in a result of `allocate_hidden`; None if there is
+        none.
+        """
+        self._fuse: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """The function of `keep_hidden_states`."""
         self.reset()
 
-    def keep_hidden_states(self, dtype: torch.dtype) -> torch.Tensor:
-        """Makes every step keep its final hidden states, in `dtype`, beside the keys and values of the first group.
-        Returns the room for them, as `allocate_hidden` does. Called before the first step.
+    def keep_hidden_states(
+        self, dtype: torch.dtype, fuse: tuple[int, Callable[[torch.Tensor], torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        """Makes every step keep hidden states, in `dtype`, beside the keys and values of the first group: its final
+        ones, or the width of others and a function that makes them of what `Decoder.forward_tapped` returns beside
+        these. Returns the room for them, as `allocate_hidden` does. Called before the first step.
         """
-        sizes = self.config.hidden_size, self.kv_cache.shape[2], self.sequences.block_size
+        width, self._fuse = (self.config.hidden_size, None) if fuse is None else fuse
+        sizes = width, self.kv_cache.shape[2], self.sequences.block_size
         self.hidden_states = allocate_hidden(*sizes, dtype, self.platform.device)
         return self.hidden_states
 
@@ -125,9 +135,14 @@ class ModelRunner:
             self._adapter_rows(members, lens),
         )
         metadata = self.platform.build_metadata(tokens)
-        hidden = self.model.forward(self._token_ids(step), metadata, self.kv_layers)
+        if self._fuse is None:
+            hidden = kept = self.model.forward(self._token_ids(step), metadata, self.kv_layers)
+        else:
+            assert isinstance(self.model, Decoder), "only a native model has layers between which a head reads"
+            hidden, tapped = self.model.forward_tapped(self._token_ids(step), metadata, self.kv_layers)
+            kept = self._fuse(tapped)
         if self.hidden_states is not None:
-            self.hidden_states.flatten(0, 3)[metadata.slot_mapping] = hidden
+            self.hidden_states.flatten(0, 3)[metadata.slot_mapping] = kept
         return hidden
 
     def _adapter_rows(self, members: list[int], lens: np.ndarray) -> AdapterRows | None:

@@ -15,7 +15,7 @@ import torch
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from manta.workers.checkpoints.stored_draft_head import stored_draft_head
+from manta.workers.checkpoints.stored_draft_head import draft_head
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.kv_cache import ROUNDED
 from manta.workers.kernels.model_protocol import LoadedModel, Model
@@ -29,7 +29,8 @@ from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
-from manta.workers.torch_worker.loader import load_draft_head, load_model, rank_shard
+from manta.workers.torch_worker.head_loader import load_draft_head, load_eagle3_head
+from manta.workers.torch_worker.loader import load_model, rank_shard
 from manta.workers.torch_worker.tensor_check import check_tensors
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
@@ -53,7 +54,7 @@ class ModelSources(NamedTuple):
 
     target: ModelSource
     draft: ModelSource | None
-    """A draft model, or the draft head in the target's checkpoint."""
+    """A draft model, or a draft head, in its own folder or in the target's."""
     dtype: str
     """Dtype of activations that this rank's platform prefers."""
 
@@ -72,17 +73,21 @@ class RankModels(NamedTuple):
 def choose_models(
     options: ModelOptions, platform: Platform, draft_folder: pathlib.Path | None, loads_draft_head: bool = False
 ) -> ModelSources:
-    """Finds the checkpoints and reads their configurations. The draft is the model in `draft_folder`, or the target's
-    draft head if `loads_draft_head`.
+    """Finds the checkpoints and reads their configurations. The draft is the model in `draft_folder`; if
+    `loads_draft_head`, the draft head there, or without a folder that in the target's checkpoint.
 
     Raises `ModelError` or `ValueError` if the platform cannot serve them with these options.
     """
     folder = resolve_model_folder(options.model)
     target = _source(folder, options, platform)
-    draft = None if draft_folder is None else _source(draft_folder, options, platform)
+    draft = None
     if loads_draft_head:
-        draft = ModelSource(folder, stored_draft_head(folder, target.config))
-    if draft is not None:
+        draft = ModelSource(draft_folder or folder, draft_head(folder, target.config, draft_folder))
+        check_variants(draft.config, platform.name)
+        if draft.config.eagle3 is not None:
+            target = ModelSource(folder, msgspec.structs.replace(target.config, taps=draft.config.eagle3.taps))
+    elif draft_folder is not None:
+        draft = _source(draft_folder, options, platform)
         check_draft_model(draft.config)
     draft_config = None if draft is None else draft.config
     check_options(options, platform.name, target.config, draft_config, platform.advice)
@@ -104,7 +109,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     name = _COMMON_DTYPES[group.least(_COMMON_DTYPES.index(sources.dtype))]
     dtype = platform.torch_dtype(name)
     cached = ROUNDED.get(kv_dtype(options, name), dtype)
-    bank = _open_bank(options, config, dtype, platform, group)
+    bank, kept_bytes = _open_bank(options, config, dtype, platform, group), options.packed_weights_bytes or 0
     model = load_model(
         folder,
         config,
@@ -115,6 +120,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
         exact=options.exact,
         expert_parallel=options.expert_parallel,
         bank=bank,
+        kept_bytes=kept_bytes,
     )
     # transformers' own model code shows its windows only once it is loaded
     config = msgspec.structs.replace(config, sliding_windows=model.sliding_windows)
@@ -122,11 +128,17 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     target = LoadedModel(share, model, dtype, cached)
     loaded_draft = None
     if draft is not None:
-        if draft.config.is_draft_head:
-            shared = model.weights if isinstance(model, Decoder) and group.num_ranks == 1 else None
-            draft_model: Model = load_draft_head(folder, config, name, platform, shared, options.weights)
+        shared = model.weights if isinstance(model, Decoder) and group.num_ranks == 1 else None
+        if draft.config.eagle3 is not None:
+            draft_model: Model = load_eagle3_head(
+                draft.folder, draft.config, sources.target, name, platform, shared, options.weights, kept_bytes
+            )
+        elif draft.config.is_draft_head:
+            draft_model = load_draft_head(folder, config, name, platform, shared, options.weights, kept_bytes)
         else:
-            draft_model = load_model(draft.folder, draft.config, name, platform, weights=options.weights)
+            draft_model = load_model(
+                draft.folder, draft.config, name, platform, weights=options.weights, kept_bytes=kept_bytes
+            )
         loaded_draft = LoadedModel(draft.config, draft_model, dtype, cached)
     group.barrier()
     return RankModels(target, loaded_draft, name, bank)

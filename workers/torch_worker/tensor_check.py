@@ -12,6 +12,7 @@ from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.models.draft_heads import describe_draft_head, draft_head_config
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.parallel.group import OneRank
+from manta.workers.torch_worker.head_loader import read_eagle3
 from manta.workers.torch_worker.loader import WeightLoader
 
 
@@ -44,3 +45,18 @@ def check_tensors(
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
+
+
+def check_eagle3_tensors(
+    folder: pathlib.Path, config: ModelConfig, model_folder: pathlib.Path, model: ModelConfig
+) -> None:
+    """Checks from the file headers that the EAGLE-3 head in a folder has every tensor that `load_eagle3_head` needs for
+    a model, and no other. Raises `ModelError` as `load_eagle3_head` does.
+    """
+    counting = CountingPlatform()
+    headers, whole = CheckpointHeaders(folder), CheckpointHeaders(model_folder)
+    of_model, loader = (
+        WeightLoader(checkpoint, shape, counting.dtype, counting, OneRank(), "auto", exact=False)
+        for checkpoint, shape in ((whole, whole.as_stored(model)), (headers, config))
+    )
+    read_eagle3(loader, headers, config, model, of_model.load_embedding())

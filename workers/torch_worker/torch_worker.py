@@ -52,9 +52,9 @@ logger = logger_of(__name__)
 class TorchWorker:
     """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
 
-    `draft_folder` holds a draft model, which is loaded whole beside the share. If `loads_draft_head`, the draft head in
-    the model's own checkpoint is loaded instead. Its weights take memory before the KV cache is planned, and its keys
-    and values are in blocks with the ids of the target's.
+    `draft_folder` holds a draft model, which is loaded whole beside the share. If `loads_draft_head`, it holds a draft
+    head; without a folder that in the model's own checkpoint is loaded. The weights of either take memory before the KV
+    cache is planned, and its keys and values are in blocks with the ids of the target's.
 
     Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
     if a configured processor cannot be loaded.

@@ -22,6 +22,6 @@ def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None =
         return load_worker(config, place, max_draft_tokens)
     draft_folder = None if speculative.draft_model is None else resolve_model_folder(speculative.draft_model)
     target = load_worker(config, place, max_draft_tokens, draft_folder, speculative.uses_draft_head)
-    if draft_folder is not None:
+    if draft_folder is not None and not speculative.uses_draft_head:
         check_same_tokenizer(config.tokenizer or target.info.folder, str(draft_folder), target.info.vocab_size)
     return SpeculativeWorker(target, speculative, config.max_num_batched_tokens)

@@ -10,6 +10,7 @@ const ORIGINS = {
   ngram: "an accepted draft from the text before",
   draft: "an accepted draft of the draft model",
   mtp: "an accepted draft of the model's draft head",
+  eagle3: "an accepted draft of an EAGLE-3 head",
 };
 let lists = 0;
 

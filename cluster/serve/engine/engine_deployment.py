@@ -45,10 +45,11 @@ def engine_deployment(
     is_alone: bool = False,
     is_forked: bool = False,
 ) -> Any:
-    """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, and
-    with `is_alone`. `is_alone` says that there is never more than one replica. With `autoscaling` the number of
-    replicas follows the load. If `is_forked`, their processes are forked from one whose imports are done, where that
-    runs (`cluster/serve/starting/warm_process.py`); all nodes must have this interpreter.
+    """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, with
+    `is_alone`, and for models on demand with `is_awaited` (`engine_replica.py`). `is_alone` says that there is never
+    more than one replica. With `autoscaling` the number of replicas follows the load. If `is_forked`, their processes
+    are forked from one whose imports are done, where that runs (`cluster/serve/starting/warm_process.py`); all nodes
+    must have this interpreter.
     """
     variables = engine_variables(config)
     runtime_env: dict[str, Any] = {"env_vars": variables}

@@ -80,14 +80,18 @@ class EngineReplica:
     """One model replica. Its constructor loads the model, so Serve counts the replica as ready only when it can serve.
 
     With `is_alone` there is no other replica to choose, so ingresses are not told which blocks the prefix cache holds.
+    With `is_awaited` requests wait for the start already. What constraints need is then made when the first constraint
+    comes, or when nothing runs: for a large vocabulary it keeps the interpreter busy for a second.
     """
 
-    def __init__(self, config: EngineConfig, is_alone: bool = False, seconds_before: float = 0.0) -> None:
+    def __init__(
+        self, config: EngineConfig, is_alone: bool = False, seconds_before: float = 0.0, is_awaited: bool = False
+    ) -> None:
         """`seconds_before` are those that this replica's process ran before the constructor; 0 if it is shared."""
         with told_in_words():
-            self._start(config, is_alone, seconds_before)
+            self._start(config, is_alone, seconds_before, is_awaited)
 
-    def _start(self, config: EngineConfig, is_alone: bool, seconds_before: float) -> None:
+    def _start(self, config: EngineConfig, is_alone: bool, seconds_before: float, is_awaited: bool) -> None:
         self._phases = Phases(process=seconds_before)
         from manta.cluster.engine.engine import (
             Engine,  # a process that only deploys this class needs none of these imports
@@ -133,11 +137,17 @@ class EngineReplica:
         self._calls: set[_Call] = set()
         """Calls of `generate` and `generate_group` that have not returned."""
         self._beating: asyncio.Task[None] | None = None
+        self._is_warm = False
+        if not is_awaited:
+            self._warm_up()
+        self._phases.end(WARM_UP)
+
+    def _warm_up(self) -> None:
+        self._is_warm = True
         try:
             self.engine.warm_up()
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
-        self._phases.end(WARM_UP)
 
     def close(self) -> None:
         """Ends the step thread, even while requests run, and the grammar service's processes. Serve ends the process
@@ -326,6 +336,8 @@ class EngineReplica:
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             say("{}", start_line(self._phases.seconds), flush=True)
+        elif not self._is_warm and not self._calls:
+            self._warm_up()
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
         if self._adapters is not None:

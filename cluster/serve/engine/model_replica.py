@@ -17,21 +17,21 @@ from manta.workers.phases import Phases
 
 
 def make_replica(
-    config: EngineConfig, is_alone: bool = False, seconds_before: float = 0.0
+    config: EngineConfig, is_alone: bool = False, seconds_before: float = 0.0, is_awaited: bool = False
 ) -> EngineReplica | PoolingReplica:
     """Returns the replica for a configuration; see `EngineReplica`."""
     with told_in_words():
         pools = read_pooling(resolve_model_folder(config.model), config.task) is not None
     if pools:
         return PoolingReplica(config, Phases(process=seconds_before))
-    return EngineReplica(config, is_alone, seconds_before)
+    return EngineReplica(config, is_alone, seconds_before, is_awaited)
 
 
 class ModelReplica:
     """Passes every remote call on to the replica that `make_replica` returns."""
 
-    def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
-        self._replica = make_replica(config, is_alone, self.seconds_before())
+    def __init__(self, config: EngineConfig, is_alone: bool = False, is_awaited: bool = False) -> None:
+        self._replica = make_replica(config, is_alone, self.seconds_before(), is_awaited)
 
     @staticmethod
     def seconds_before() -> float:

@@ -31,6 +31,7 @@ from manta.cluster.serve.routing.replicas import own_node
 from manta.cluster.serve.scaling.cluster_state import is_removed
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.text.chat_template import template_process
+from manta.cluster.text.kept_tokenizers import KeptTokenizers
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.client_shares import ClientShares
 from manta.structured.visible_logs import logger_of
@@ -42,11 +43,11 @@ LOOK_S = 0.5
 """Seconds between two queries to Serve's controller for the models of the address."""
 
 
-def tokenizer_of(config: ServeConfig) -> Tokenizer:
-    """Returns the tokenizer of a configuration's model, and starts the process that renders chat templates if the
-    tokenizer has one.
+def tokenizer_of(config: ServeConfig, read: Callable[[str], Tokenizer] = Tokenizer) -> Tokenizer:
+    """Returns the tokenizer of a configuration's model, which `read` reads from its folder, and starts the process that
+    renders chat templates if the tokenizer has one.
     """
-    tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+    tokenizer = read(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     if tokenizer.has_chat_template:
         template_process().start()
     return tokenizer
@@ -143,6 +144,7 @@ class Fleet:
         self._handle_of = handle_of
         self._tell_others = tell_others
         self._settled = time.monotonic() + SETTLING_S
+        self._tokenizers = KeptTokenizers()
         self._members: dict[str, _Member] = {}
         self._retiring: dict[EngineClient, str] = {}
         """Clients of engines that requests still use, and the names of their models, which have left the table."""
@@ -319,7 +321,7 @@ class Fleet:
     async def _tokenizer(self, config: ServeConfig) -> tuple[Tokenizer | None, Condition | None]:
         """Returns a model's tokenizer, or the condition of a model whose tokenizer cannot be read here."""
         try:
-            return await asyncio.to_thread(tokenizer_of, config), None
+            return await asyncio.to_thread(tokenizer_of, config, self._tokenizers.read), None
         except Exception as error:  # files of any kind may be there, and libraries raise many types
             reason = f"its tokenizer cannot be read on the ingress's node: {in_words(error)}"
             return None, Condition("failed", reason)

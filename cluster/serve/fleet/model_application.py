@@ -17,6 +17,7 @@ from manta.structured.constraint import ConstraintError
 from manta.structured.visible_logs import logger_of
 from manta.structured.vocabulary import Vocabulary
 from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.model_options import ON_DEMAND_PACKED_BYTES
 from manta.workers.models.model_config import ModelError
 
 logger = logger_of(__name__)
@@ -32,8 +33,11 @@ that fails takes a place from other models.
 def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
     """Returns a model as it is deployed on `nodes`, the number of cores of each node. Its name stays. An engine without
     `num_threads` may use all cores of its node and claims none, because models that are idle leave them to the others.
+    A model on demand keeps its packed weights unless its options say otherwise, because it starts again and again.
     """
     engine = model.engine
+    if model.on_demand and engine.packed_weights_bytes is None:
+        engine = msgspec.structs.replace(engine, packed_weights_bytes=ON_DEMAND_PACKED_BYTES)
     if engine.num_threads is None:
         engine = msgspec.structs.replace(engine, claims_cpus=False)
     placed = placed_engine(engine, model.model_name, model.max_engines, nodes)
@@ -82,4 +86,4 @@ def model_application(placed: ServedModel, address: str, by_loader: bool = False
     deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
     if placed.on_demand:
         deployment = deployment.options(max_constructor_retry_count=LOAD_ATTEMPTS)
-    return deployment.bind(placed.engine, is_alone)
+    return deployment.bind(placed.engine, is_alone, placed.on_demand)

@@ -120,8 +120,10 @@ class RoundedLayers:
 
 
 def rounded_layers(weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward:
-    """Returns `RoundedLayers` if any of its norms rounds rows, else `run_layers`, which computes all variants."""
-    if variants_of(config) - OUTSIDE_OF_LAYERS:
+    """Returns `RoundedLayers` if any of its norms rounds rows, else `run_layers`, which computes all variants and has
+    taps.
+    """
+    if config.taps or variants_of(config) - OUTSIDE_OF_LAYERS:
         return run_layers
     rounded = RoundedLayers(weights, config)
     return rounded if rounded.rounds_in_norms else run_layers
