@@ -72,7 +72,7 @@ def plan(
         layers=layers,
         shares_memory=shares_memory,
         most_of_free=MOST_OF_FREE if shares_memory else TPU_KV_SHARE,
-        is_asynchronous=is_tpu(mesh),
+        is_asynchronous=is_tpu(mesh) or config.num_ranks == 1,  # the worker of a single host runs ahead anywhere
         has_drafts=has_drafts,
     )
     # These numbers are part of a compiled program's cache key, so they must not vary with each free byte.

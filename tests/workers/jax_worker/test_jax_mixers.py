@@ -32,7 +32,7 @@ from tests.fuzz.campaign import check_engine
 from tests.workers.test_layer_kinds import folder_of
 from tests.workers.test_models import random_tokens
 
-SMALL: dict[str, Any] = {"device": "tpu", "max_num_batched_tokens": 64}
+SMALL: dict[str, Any] = {"device": "tpu", "max_num_batched_tokens": 64, "overlap": "on"}
 MIXERS = ("qwen3_next", "qwen3_5", "granite_hybrid", "bamba", "nemotron_h", "mamba2", "jamba", "falcon_mamba")
 MIXERS += ("lfm2", "lfm2, convolutions only", "lfm3", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "falcon_h1")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "axk1")
