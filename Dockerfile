@@ -40,4 +40,7 @@ USER 1000
 WORKDIR /home/manta
 ENV RAY_USAGE_STATS_ENABLED=0
 EXPOSE 8000
+# A first start downloads the model, which may take long. Kubernetes has probes of its own and ignores this.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
+    CMD ["wget", "--quiet", "--output-document=/dev/null", "http://127.0.0.1:8000/health"]
 CMD ["manta", "serve", "--set", "host=0.0.0.0"]

@@ -1,4 +1,6 @@
-"""Random LoRA adapters of tiny checkpoints, made and saved by PEFT, which also says what they compute."""
+"""Random LoRA adapters of tiny checkpoints, made and saved by PEFT, which also says what they compute. Those of modules
+that PEFT does not know apart are written here, and merged into the weights.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ import copy
 import functools
 import json
 import pathlib
+import shutil
 import tempfile
 from typing import Any
 
 import gguf
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import on_one_thread, reference_model
 from tests.gguf_files import ARCHITECTURES, add_tensor, gguf_name, interleaved
@@ -95,6 +98,37 @@ class Adapters:
 
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(reference_model(self.base)), self.folders[name])
         return _generated(loaded.merge_and_unload(), prompt, num_tokens)
+
+
+def write_adapter(base: pathlib.Path, folder: pathlib.Path, modules: tuple[str, ...], rank: int) -> pathlib.Path:
+    """Writes a random adapter as PEFT saves it, without PEFT, and returns its folder. It changes the modules of `base`
+    whose names end so.
+    """
+    generator, halves = torch.Generator().manual_seed(rank), {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(modules):
+            for half, shape in (("A", (rank, weight.shape[1])), ("B", (len(weight), rank))):
+                values = torch.randn(shape, generator=generator) * (0.5 if half == "A" else 0.4) / rank**0.5
+                halves[f"base_model.model.{module}.lora_{half}.weight"] = values
+    folder.mkdir()
+    save_file(halves, folder / "adapter_model.safetensors")
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merged(base: pathlib.Path, adapter: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the model whose weights have an adapter of `write_adapter` in them, and returns its folder."""
+    shutil.copytree(base, folder)
+    weights, halves = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name in weights:
+        prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        if f"{prefix}A.weight" in halves:
+            weights[name] = weights[name] + 2 * halves[f"{prefix}B.weight"] @ halves[f"{prefix}A.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @functools.cache

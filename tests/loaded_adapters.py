@@ -73,8 +73,8 @@ class Loading:
         body = {"lora_name": name, "lora_path": path or name, **fields}
         return await self.client.post("/v1/load_lora_adapter", json=body)
 
-    async def unload(self, name: str) -> httpx.Response:
-        return await self.client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+    async def unload(self, name: str, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/unload_lora_adapter", json={"lora_name": name, **fields})
 
     async def ask(self, model: str, prompt: list[int], num_tokens: int, **fields: Any) -> httpx.Response:
         fields = {"max_tokens": num_tokens, "return_token_ids": True, **fields}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import selectors
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from tests import garbage
 from tests.patience import PATIENCE_S
 
 Served = TypeVar("Served")
@@ -63,8 +63,7 @@ def timed(serve: Callable[[], AbstractAsyncContextManager[Served]]) -> Iterator[
     """Yields what `serve` yields in an event loop of its own, and that loop's clock. What this process already holds is
     no garbage to look for meanwhile, as it would not be there in a server's process.
     """
-    gc.collect()
-    gc.freeze()
+    garbage.leave_alone()
     thread = LoopThread()
     context = serve()
     try:
@@ -72,4 +71,3 @@ def timed(serve: Callable[[], AbstractAsyncContextManager[Served]]) -> Iterator[
         thread.run(context.__aexit__(None, None, None))
     finally:
         thread.stop()
-        gc.unfreeze()

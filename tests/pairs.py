@@ -70,7 +70,7 @@ def forms_take_turns(items: Iterable[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.prove)
 
 
-ACTORS_EACH = 3
+ACTORS_EACH = 6
 """One in so many tests of grammar pools runs over actors in `make test`. Each actor takes a second of a core to start.
 """
 

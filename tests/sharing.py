@@ -3,7 +3,8 @@
 Both take many seconds to start. A file shares one by naming the function or the fixture that starts it. The files that
 share one run one after the other, under xdist in the same worker, and it ends after the last of them. That saves starts
 and nothing else: a test passes alone and in any order, because whoever finds nothing running starts it. Files that read
-the syntax trees of all modules run together too, because a process parses them once.
+the syntax trees of all modules run together too, because a process parses them once. So do files whose packages take
+seconds to import, or, as JAX, to compile each operation at its first use.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ NAMED = {
     "server": re.compile(r"\bshared_server\("),
     "ray": re.compile(r"\b(local_ray|make_pool)\b"),
     "syntax trees": re.compile(r"syntax_trees import .*\bmodules\b"),
+    "jax": re.compile(r"\b(manta|tests)\.workers\.jax_worker\b"),
+    "litellm and sentence-transformers": re.compile(r"\bimport litellm\b|\bsentence[-_]transformers\b"),
 }
 """Maps a shared thing to a pattern: the text of each test file that shares it matches."""
 
 LONGEST = (
-    "server", "test_resume", "ray", "test_ray_executor", "test_batch", "test_jax_hosts", "test_triton_launches",
-    "test_tensor_parallel", "test_jax_engine", "test_docs", "test_closed_doors", "test_quantized_linear",
+    "server", "test_resume", "ray", "test_ray_executor", "test_batch", "jax", "litellm and sentence-transformers",
+    "test_triton_launches", "test_tensor_parallel", "test_docs", "test_closed_doors", "test_quantized_linear",
     "test_layer_kinds", "test_playground", "test_models", "test_kernels", "test_triton_kernels", "test_serve_command",
-    "test_fuzz", "test_interrupted_start", "test_joined_ray", "test_jax_attention", "test_recurrent_engine",
+    "test_fuzz", "test_interrupted_start", "test_joined_ray", "test_recurrent_engine",
     "test_hostile_text", "test_start_failures", "test_strangers", "test_layer_kinds_engine", "test_config_keys",
-    "test_device_seam", "test_constraint_bounds", "test_clients", "test_constrained_drafts", "test_round_trips",
+    "test_device_seam", "test_constraint_bounds", "test_constrained_drafts", "test_round_trips",
     "test_constrained_schemas", "test_mixers_engine", "test_guarded_distribution", "test_compiler", "test_deadlines",
     "test_quantised_formats", "test_overlap", "test_kv_groups", "test_engine", "test_linear",
 )  # fmt: skip

@@ -135,8 +135,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
-    (`adapter_config.json` and `adapter_model.safetensors`), or the GGUF file that llama.cpp's converter made of it.
-    They are for CPUs and GPUs, and for models that Manta computes itself.
+    (`adapter_config.json` and `adapter_model.safetensors`), or the GGUF file that llama.cpp's converter made of it. A
+    hub id (`ID@REVISION` for a commit), and a URL whose fsspec package is installed, are read too. They are for models
+    that Manta computes itself.
     """
     adapter_roots: tuple[str, ...] = ()
     """Folders below which operators may name adapters in `/v1/load_lora_adapter` while the server runs. A path whose

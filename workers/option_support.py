@@ -24,7 +24,7 @@ def check_options(
     """
     check_weights(options.weights, device)
     check_exact(options, device, model, why_slow)
-    check_adapters(options, device, model)
+    check_adapters(options, model)
     check_expert_parallel(options, device, model)
     check_prefix_store(options, device)
     for each in (model, draft):

@@ -226,7 +226,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     except ValueError as error:
         raise ModelError(str(error)) from error
     check_options(engine, platform.name, model, draft, platform.advice)
-    adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
+    takes_experts = platform.expert_adapting is not None and not engine.expert_parallel
+    adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes, takes_experts)
     for each in (model, draft):
         if each is not None:
             check_variants(each, platform.name)
@@ -354,6 +355,7 @@ def _of_text_side(engine: EngineConfig, model: ModelConfig, tokenizer: Tokenizer
 
 def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     from manta.workers.jax_worker.trial import try_first_layer
+    from manta.workers.torch_worker.adapter_fit import check_adapters_fit
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
@@ -361,6 +363,7 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     tokenizer = check_tokenizer(engine, folder)
     check_templates(tokenizer.folder)
     check_vocabulary(tokenizer, model)
+    adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
     trial = try_first_layer(engine, folder, engine.speculative is not None)
     sizes, layers = trial.cache, choose_groups(model, _draft_config(engine))
     needs, block_bytes = block_needs(layers.groups, engine), sizes.block_bytes
@@ -375,6 +378,7 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         checkpoint_dtype=model.dtype,
         dtype=trial.dtype,
         weights=None,
+        adapters=adapters,
         device=f"{trial.devices} (figures are those of each device)",
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=trial.weight_bytes,

@@ -38,16 +38,25 @@ FLAGS = {
 }
 """Flags, and the options that they set."""
 
+VALUES = {"engine.kv_cache_dtype": {"int8_per_token_head": "int8", "int4_per_token_head": "int4"}}
+"""Values that vLLM has for an option, and those that mean the same here."""
+
 _NAME = "served_model_name"
 _ADAPTERS = "engine.adapters"
 _NEEDS_NO_FLAG = "it works without a flag"
 KEYS_ARE_SEEN = "keys on a command line are seen by whoever lists this machine's processes"
 _NOT_SERVED = "that is not served here"
+_ONE_DTYPE = "keys and values have one dtype; write --kv-cache-dtype int8 or int4"
+_ROTATES = f"{_NEEDS_NO_FLAG}: --kv-cache-dtype int4 rotates keys and values"
 ANSWERS = {
     "--api-key": f"{KEYS_ARE_SEEN}; put them into MANTA_API_KEYS, or into a file: --set api_keys_file=FILE",
     "--gpu-memory-utilization": "--set engine.kv_cache_fraction=0.5 is the share of the memory that is free after "
     "loading which the KV cache takes, or --set engine.kv_cache_bytes=8GB its size",
     "--kv-cache-memory-bytes": "write --set engine.kv_cache_bytes=8GB",
+    "--cache-type-k": _ONE_DTYPE,
+    "--cache-type-v": _ONE_DTYPE,
+    "--k-cache-hadamard": _ROTATES,
+    "--v-cache-hadamard": _ROTATES,
     "--cpu-offload-gb": _NOT_SERVED,
     "--swap-space": "a sequence that is preempted is computed again and not swapped",
     "--enforce-eager": "what cannot be captured as a graph runs kernel by kernel by itself",
@@ -159,6 +168,8 @@ def _destination(key: str) -> str:
 
 def _read(key: str, value: Any) -> Any:
     """Parses a value as YAML unless the option takes any text: a model may be called 7."""
+    if isinstance(value, str):
+        value = VALUES.get(key, {}).get(value, value)
     if isinstance(value, bool | list | dict) or not option_text(ServeConfig, key).values:
         return value
     try:

@@ -6,7 +6,7 @@ The page is made from `cluster/cli/flags.py`, and a test checks that it is up to
 
 from __future__ import annotations
 
-from manta.cluster.cli.flags import ANSWERS, FLAGS
+from manta.cluster.cli.flags import ANSWERS, FLAGS, VALUES
 from manta.structured.visible_text import pass_on
 
 HEAD = """# Coming from vLLM or llama.cpp
@@ -22,10 +22,15 @@ names.
 
 def page() -> str:
     """Returns the page in Markdown: a table of the flags that exist here, and one of those that do not."""
-    here = [f"| `{flag}` | [`{option}`](options.md) |" for flag, option in sorted(FLAGS.items())]
+    here = [f"| `{flag}` | [`{option}`](options.md){_values(option)} |" for flag, option in sorted(FLAGS.items())]
     elsewhere = [f"| `{flag}` | {answer} |" for flag, answer in sorted(ANSWERS.items())]
     first = ["| flag | option that it sets |", "| --- | --- |", *here, ""]
     return HEAD + "\n".join([*first, "| flag | here |", "| --- | --- |", *elsewhere, ""])
+
+
+def _values(option: str) -> str:
+    """Returns what vLLM's values of an option mean."""
+    return "".join(f"; `{theirs}` means `{ours}`" for theirs, ours in VALUES.get(option, {}).items())
 
 
 if __name__ == "__main__":

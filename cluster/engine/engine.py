@@ -159,9 +159,14 @@ class Engine:
     @property
     def is_away(self) -> bool:
         """Whether no step may complete for some seconds, so that requests had better go on elsewhere: ranks are
-        restarted, or one is late. Other threads may ask.
+        restarted, or a step is late. Other threads may ask.
         """
         return self.is_rebuilding or self.executor.is_late()
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a step hangs that only the end of this process ends. Other threads may ask."""
+        return self.executor.is_hung()
 
     @property
     def num_waiting(self) -> int:

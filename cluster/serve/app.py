@@ -31,6 +31,7 @@ from manta.cluster.config import OF_ONE_MODEL, ServeConfig, ServedModel, ray_add
 from manta.cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
+    has_room_for_another,
     node_cpus,
     num_claimed,
     num_nodes,
@@ -124,7 +125,11 @@ def address_application(config: ServeConfig, nodes: list[int], shares_port: bool
 def _engines(config: ServeConfig) -> serve.Application:
     is_alone = config.max_engines == 1
     deployment = engine_deployment(
-        config.engine, config.num_engine_replicas, autoscaling=config.autoscaling, is_alone=is_alone
+        config.engine,
+        config.num_engine_replicas,
+        autoscaling=config.autoscaling,
+        is_alone=is_alone,
+        starts_new_first=has_room_for_another(config.engine, config.max_engines),
     )
     return deployment.bind(config.engine, is_alone)
 

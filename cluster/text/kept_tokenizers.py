@@ -12,8 +12,8 @@ from manta.structured.lru import ByteLRU
 
 MAX_BYTES = 512 << 20
 """Memory of all kept tokenizers, as `TOKEN_BYTES` estimates it. Those that models use now may be among them."""
-TOKEN_BYTES = 700
-"""Memory of a tokenizer for each of its tokens."""
+TOKEN_BYTES = 500
+"""Memory of a tokenizer for each of its tokens. Measured: 25 to 70 MiB for Qwen2.5's 151,665."""
 
 Stamps = tuple[tuple[str, int, int, int, int], ...]
 

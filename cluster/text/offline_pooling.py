@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.pooling_engine import PoolingEngine
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
 from manta.cluster.errors import error_of, refuse
 from manta.cluster.text.pooled_texts import TextForm, check_vectors, instruction_of, prompt_of, shaped, tokenise
@@ -22,6 +21,8 @@ class OfflinePooler:
     """A model that pools, in this process. Not thread-safe."""
 
     def __init__(self, config: EngineConfig) -> None:
+        from manta.cluster.engine.pooling_engine import PoolingEngine  # it imports transformers
+
         self.engine = PoolingEngine(config)
         self.tokenizer = Tokenizer(config.tokenizer or self.engine.model.folder)
         self._ids = itertools.count()

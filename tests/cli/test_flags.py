@@ -42,6 +42,7 @@ def test_flags_say_what_the_configuration_says(capsys: pytest.CaptureFixture[str
         (["--no-enable-prefix-caching"], {"engine": {"enable_prefix_caching": False}}),
         (["--max-num-seqs", "8", "--set", "engine.max_num_sequences=9"], {"engine": {"max_num_sequences": 8}}),
         (["--port", "8001"], {"port": 8001}),
+        (["--kv-cache-dtype", "int4_per_token_head"], {"engine": {"kv_cache_dtype": "int4"}}),
         (
             ["--lora-modules", "a=folder/a", '{"name": "b", "path": "x=y", "base_model_name": "m"}'],
             {"engine": {"adapters": {"a": "folder/a", "b": "x=y"}}},
@@ -70,6 +71,8 @@ def test_flags_of_other_servers_set_options(
         (["chat", "--api-key=secret"], ["there is no --api-key: put the key into MANTA_API_KEY"]),
         (["serve", "--gpu-memory-utilization", "0.9"], ["engine.kv_cache_fraction"]),
         (["serve", "--kv-cache-dtype", "fp8"], ["`engine.kv_cache_dtype` cannot be 'fp8'", "auto, int8"]),
+        (["serve", "--cache-type-k", "q4_0"], ["keys and values have one dtype; write --kv-cache-dtype int8 or int4"]),
+        (["serve", "--k-cache-hadamard"], ["--kv-cache-dtype int4 rotates keys and values"]),
         (["serve", "--lora-modules", "folder"], ["--lora-modules folder must be NAME=FOLDER"]),
         (["serve", "--lora-modules", "a=b", "a=c"], ["names a twice"]),
         (["check", "--lora-modules", '{"name": "a"}'], ["missing required field `path`"]),

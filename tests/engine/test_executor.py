@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+import threading
+import types
 from typing import Any
 
 import pytest
 
 import manta.cluster.engine.engine
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors import deadline
+from manta.cluster.engine.executors.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes, StepWatch
 from manta.cluster.engine.executors.executor import SynchronousExecutor
 from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.cluster.engine.request import EngineRequest, FinishStatus
+from manta.cluster.serve.channel.token_channel import OutputReceiver
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
+from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutput
 from tests.engine.test_constrained_drafts import answers, assert_same, mixed_params
 from tests.engine.test_constrained_engine import make_llm
+from tests.patience import PATIENCE_S, until
+from tests.replicas import Replicas
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -69,3 +79,85 @@ def test_a_serialised_step_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch
     num_constrained = sum(one.constraint is not None for one in params)
     assert 1 < executor.most_rows <= num_constrained * 9, "a row for each sequence and each draft"
     assert executor.most_rows < len(pool.buffer.rows) // 2
+
+
+def test_a_deadline_follows_the_steps() -> None:
+    bound = StepDeadline(StepTimes(unknown_s=600.0, first_s=60.0, shortest_s=4.0))
+    bound.restart()
+    assert bound.seconds(1) == 600.0
+    bound.learn(4, 0.01)
+    assert bound.seconds(1) == bound.seconds(4) == 4.0
+    bound.learn(4, 0.5)
+    assert bound.seconds(3) == 0.5 * FACTOR
+    assert bound.seconds(2048) == 0.5 * FACTOR * 2048 / 4
+    bound.learn(2000, 1.0)
+    assert bound.seconds(2048) == 1.0 * FACTOR
+    for _ in range(NUM_RECENT):
+        bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * FACTOR
+    bound.restart()
+    assert bound.seconds(4) == 60.0
+    bound.learn(4, 0.3)
+    assert bound.seconds(4) == 0.3 * FACTOR
+
+
+def test_a_step_that_hangs_is_late_and_then_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two steps under way the older one counts. The clock of the watch is set here."""
+    now = [100.0]
+    monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    watch = StepWatch()
+
+    def state(seconds: float) -> tuple[bool, bool]:
+        """Returns whether a step is late and whether it is hung, so many seconds later."""
+        now[0] += seconds
+        return watch.is_late(), watch.is_hung()
+
+    assert state(1000.0) == (False, False), "nothing has begun"
+    watch.begin(4)
+    assert state(299.0) == (False, False), "an engine's first step may take long"
+    assert state(2.0) == (True, False)
+    assert state(300.0) == (True, True)
+    watch.forget()
+    assert state(0.0) == (False, False)
+    for _ in range(2):
+        watch.begin(4)
+    now[0] += 0.01
+    watch.end()
+    assert state(1.0) == (False, False)
+    watch.end()
+    watch.begin(4)
+    assert state(FACTOR * 1.01 / 2 + 0.1) == (True, False)
+    assert state(50.0) == (True, True), "a start takes long too"
+
+
+def test_an_engine_says_that_its_step_hangs(new_replica: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ingresses, which move its requests, and to Serve, which replaces it."""
+    replica = new_replica()
+    executor = replica.engine.executor
+    assert isinstance(executor, InProcessExecutor)
+    executor.watch.deadline.times = StepTimes(unknown_s=0.0, first_s=0.0, shortest_s=0.0)
+    goes_on, execute = threading.Event(), executor.worker.execute
+
+    def hang(step: StepInput) -> None:
+        goes_on.wait(PATIENCE_S)
+        execute(step)
+
+    monkeypatch.setattr(executor.worker, "execute", hang)
+    told: list[bool] = []
+    receiver = OutputReceiver("127.0.0.1", lambda _, connection: told.append(connection.is_away), lambda _: None)
+
+    async def scenario() -> None:
+        await replica.check_health()
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        request = EngineRequest(request_id="a", prompt_token_ids=[5, 9], params=params)
+        running = asyncio.ensure_future(replica.generate(request, await receiver.start()))
+        await until(lambda: bool(told) and told[-1])
+        with pytest.raises(RuntimeError, match="a step of the engine hangs"):
+            await replica.check_health()
+        assert not (await replica.stats()).is_serving
+        goes_on.set()
+        assert (await running).finish is FinishStatus.FINISHED_LENGTH
+        await until(lambda: not told[-1])
+        await replica.check_health()
+
+    asyncio.run(scenario())

@@ -24,6 +24,7 @@ from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.kernels import build
 from manta.workers.models.model_config import ModelError
 from manta.workers.prefix_store import PrefixStore, check_prefix_store
+from tests import garbage
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.engine import test_layer_kinds_engine, test_recurrent_engine
@@ -37,6 +38,12 @@ SHARED = random.Random(1).choices(range(5, 300), k=200)
 NUM_FOUND = 192
 """Its tokens in whole blocks."""
 NUM_FUZZED = 40 if PROVE else 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_garbage_of_this_file() -> None:
+    """Engines are in cycles, and each test collects those that it has ended."""
+    garbage.leave_alone()
 
 
 @pytest.fixture(autouse=True)

@@ -24,25 +24,18 @@ import pytest
 from manta.cluster import own_ray
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine, EngineDead
+from manta.cluster.engine.executors.deadline import StepTimes
 from manta.cluster.engine.executors.thread_executor import ThreadExecutor
 from manta.cluster.engine.ranks import rank_channel
 from manta.cluster.engine.ranks.claims import (
     CannotPlace,
-    check_room,
-    num_claimed,
-    own_cpus,
-    rank_bundle,
-    threads_each,
-    with_device,
 )
-from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
 from manta.cluster.engine.ranks.rank_channel import RankLost
 from manta.cluster.engine.ranks.rank_group import RankGroup, ReloadTimes
 from manta.cluster.engine.ranks.rank_messages import Message, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
-from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.structured.refusals import RequestRefused
 from manta.workers.models.model_config import ModelError
 from manta.workers.ranks.rank_worker import ReadAdapter
@@ -134,8 +127,9 @@ def nodes() -> Iterator[Any]:
     """Two nodes: the first has room for two ranks of one thread, the second for one."""
     from ray.cluster_utils import Cluster
 
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    with own_ray._without_extras():
+    with pytest.MonkeyPatch.context() as patch, own_ray._without_extras():
+        patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_prestart_worker_first_driver", "false")  # ranks have an environment, which these would lack
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
     ray.init(cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
@@ -248,7 +242,7 @@ def test_ranks_read_adapters_beside_the_steps_and_get_them_back_when_they_restar
     with pytest.raises(ModelError):
         engine.executor.read_adapter(str(pathlib.Path(made.folders["first"]).parent))
     first, second = folders
-    for victim in (0, 1):
+    for victim in (0, 1) if PROVE else (1,):
         assert with_adapters(llm, first, victim=victim) == expected[:1]
         assert engine.adapters.loaded == (first,), "the other one comes back when a request names it"
         with pytest.raises(ConnectionError):
@@ -462,20 +456,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(
-    ("device", "num_gpus", "resolved"),
-    [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 0, "cuda")],
-)
-def test_the_device_is_known_before_anything_is_placed(device: Any, num_gpus: int, resolved: str) -> None:
-    """Ray shows every GPU to an actor that claims none, so an engine on the CPU hides them from itself."""
-    config = with_device(EngineConfig(device=device, num_threads=1), num_gpus)
-    assert config.device == resolved
-    options = engine_deployment(config, 1).ray_actor_options
-    assert options["num_gpus"] == (resolved == "cuda")
-    hidden = options["runtime_env"]["env_vars"].get("CUDA_VISIBLE_DEVICES")
-    assert hidden == (None if resolved == "cuda" else "")
-
-
 @pytest.mark.parametrize("end", ["dies", pytest.param("lives", marks=pytest.mark.prove)])
 def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
     """Neither its process nor its claim, be the process of the engine killed or go on."""
@@ -529,54 +509,3 @@ def test_ranks_of_a_lost_node_move_elsewhere(nodes: Any, expected: list[Any]) ->
     nodes.remove_node(second)
     assert finish(llm, ids) == expected
     assert llm.engine.stats().num_rank_rebuilds == 1
-
-
-# ---- the parts, without Ray ------------------------------------------------------------------------------------------
-
-
-def test_claims_share_nodes_out() -> None:
-    def each(num_engines: int, nodes: list[int], **options: Any) -> int:
-        return threads_each(EngineConfig(**options), num_engines, nodes)
-
-    assert each(1, [2]) == 2
-    assert each(2, [2]) == 1
-    assert each(3, [2]) == 1
-    assert each(2, [8, 4]) == 4
-    assert each(1, [8], tensor_parallel_size=2) == 4
-    assert each(2, [8], tensor_parallel_size=2) == 2
-    assert each(2, [8, 8], tensor_parallel_size=2) == 4
-    assert each(1, [8, 8], tensor_parallel_size=2, placement_strategy="SPREAD") == 8
-    assert each(1, [8, 8], tensor_parallel_size=2, placement_strategy="PACK") == 4
-    assert each(5, [2], num_threads=3) == 3
-    assert num_claimed(EngineConfig(tensor_parallel_size=2), 2, [2]) == 4
-    assert own_cpus(EngineConfig(num_threads=3)) == 3
-    assert own_cpus(EngineConfig(num_threads=3, tensor_parallel_size=2)) == 0
-    assert own_cpus(EngineConfig(num_threads=3, claims_cpus=False)) == 0
-    assert rank_bundle(EngineConfig(num_threads=3)) == {"CPU": 3}
-    assert rank_bundle(EngineConfig(num_threads=3, device="cuda")) == {"CPU": 3, "GPU": 1}
-    assert rank_bundle(EngineConfig(num_threads=3, device="cuda", claims_cpus=False)) == {"GPU": 1}
-    assert rank_bundle(EngineConfig(num_threads=3, claims_cpus=False)) == {"memory": 1}
-    check_room(EngineConfig(num_threads=2), 3, [4, 3])
-    check_room(EngineConfig(num_threads=2, claims_cpus=False), 4, [4, 3])
-    with pytest.raises(CannotPlace, match=r"engines claim 4 x 2 CPUs, .* have 4, 3 CPUs; lower"):
-        check_room(EngineConfig(num_threads=2), 4, [4, 3])
-
-
-def test_a_deadline_follows_the_steps() -> None:
-    bound = StepDeadline(StepTimes(unknown_s=600.0, first_s=60.0, shortest_s=4.0))
-    bound.restart()
-    assert bound.seconds(1) == 600.0
-    bound.learn(4, 0.01)
-    assert bound.seconds(1) == bound.seconds(4) == 4.0
-    bound.learn(4, 0.5)
-    assert bound.seconds(3) == 0.5 * FACTOR
-    assert bound.seconds(2048) == 0.5 * FACTOR * 2048 / 4
-    bound.learn(2000, 1.0)
-    assert bound.seconds(2048) == 1.0 * FACTOR
-    for _ in range(NUM_RECENT):
-        bound.learn(4, 0.3)
-    assert bound.seconds(4) == 0.3 * FACTOR
-    bound.restart()
-    assert bound.seconds(4) == 60.0
-    bound.learn(4, 0.3)
-    assert bound.seconds(4) == 0.3 * FACTOR

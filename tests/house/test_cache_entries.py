@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.house.syntax_trees import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules, nodes
 from tests.workers.test_cache_folder import KINDS
 
 OWNER = "manta.workers.cache_folder"
@@ -16,7 +16,7 @@ ROOT_NAMES = {"MANTA_CACHE", "XDG_CACHE_HOME", ".cache"}
 def product() -> Iterator[tuple[str, ast.AST]]:
     for room in (*ROOMS, "benchmarks"):
         for name, tree in modules(room).items():
-            yield from ((name, node) for node in ast.walk(tree))
+            yield from ((name, node) for node in nodes(tree))
 
 
 def test_one_module_alone_knows_the_root_of_the_cache() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 
-from tests.house.syntax_trees import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules, nodes
 
 STAMP, FILE, SHARED = "a time that people read", "compared with times of files", "compared by machines in a storage"
 ORDER = "names of things, of which later ones are greater"
@@ -44,12 +44,13 @@ later, or is also bounded on the reader's own clock (leases).
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 
 
-def reads(tree: ast.AST) -> int:
+def reads(tree: ast.Module) -> int:
     """Counts the calls of wall clocks; `from time import time` would hide one, and counts too."""
     found = 0
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
-            found += ".".join(ast.unparse(node).split(".")[-2:]) in WALL_CLOCKS
+            owner = getattr(node.value, "attr", None) or getattr(node.value, "id", "")
+            found += f"{owner}.{node.attr}" in WALL_CLOCKS
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
             found += any(name.name in ("time", "time_ns") for name in node.names)
     return found

@@ -29,6 +29,8 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from benchmarks.processes import free_port
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.app import build
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
 from manta.workers.models.model_config import ModelError
@@ -316,6 +318,17 @@ def test_the_dockerfile_is_a_good_one() -> None:
     assert lint(DOCKERFILE) == ""
     assert lint(DOCKERFILE.replace("WORKDIR", "WORKDIRECTORY"))
     assert "DL3020" in lint(DOCKERFILE.replace("COPY cluster", "ADD cluster"))
+
+
+def test_the_image_asks_the_server_for_its_health() -> None:
+    """With a program that it has, at the port that it shows, without a key."""
+    (asked,) = re.findall(r"(?m)^HEALTHCHECK .*\\\n *CMD (\[.*\])$", DOCKERFILE)
+    program, *_, url = json.loads(asked)
+    assert re.search(rf"apt-get install .* {program}\b", DOCKERFILE)
+    (port,) = re.findall(r"(?m)^EXPOSE (\d+)$", DOCKERFILE)
+    assert int(port) == ServeConfig().port
+    (path,) = re.findall(rf"http://127\.0\.0\.1:{port}(/.*)", url)
+    assert [route.public for route in ROUTES if (route.method, route.path) == ("GET", path)] == [True]
 
 
 def copied() -> list[str]:

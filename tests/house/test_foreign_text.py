@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 import pytest
 
-from tests.house.syntax_trees import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules, nodes
 
 SINKS = ("manta.structured.visible_text", "manta.structured.visible_logs")
 """Modules that print and log; `tests/house` has the bytes in `tests/cli/test_hostile_text.py`."""
@@ -63,10 +64,13 @@ class _Reader:
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
-        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+    @functools.cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in nodes(self._tree) for child in ast.iter_child_nodes(node)}
 
     def places(self) -> Iterator[tuple[str, int]]:
-        for node in ast.walk(self._tree):
+        for node in nodes(self._tree):
             if self._is_written(node):
                 yield self._function(node), node.lineno  # type: ignore[attr-defined]
 

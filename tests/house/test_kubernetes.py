@@ -163,6 +163,40 @@ def test_pods_have_no_rights_beyond_their_work(folder: pathlib.Path) -> None:
         assert {"/tmp", "/home/manta/.cache"} <= {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
 
 
+EXCUSED = {
+    "CKV_K8S_8": "KubeRay adds the liveness probe",
+    "CKV_K8S_9": "KubeRay adds the readiness probe",
+    "CKV_K8S_15": "the image has a version, which is pushed once",
+    "CKV_K8S_35": "keys and tokens are variables of the environment",
+    "CKV_K8S_38": "the head's account changes the number of workers",
+    "CKV_K8S_40": "the image's user is 1000",
+    "CKV_K8S_43": "whoever builds the image knows its digest",
+}
+"""Policies of checkov that the files do not keep, and why."""
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_a_linter_of_policies_finds_nothing_else(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """It knows pods and no RayService, so it gets the pods of that. `pip install checkov` brings it."""
+    checkov = shutil.which("checkov")
+    if checkov is None:
+        pytest.skip("checkov is not installed")
+    linted = []
+    for resource in resources(folder, (COMPONENTS[2],)):
+        if resource["kind"] != "RayService":
+            linted.append(resource | {"metadata": resource["metadata"] | {"namespace": "manta"}})
+            continue
+        for number, pod in enumerate(pods(resource)):
+            named_pod = pod["metadata"] | {"name": f"pod-{number}", "namespace": "manta"}
+            linted.append({"apiVersion": "v1", "kind": "Pod", "metadata": named_pod, "spec": pod["spec"]})
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(linted))
+    command = [checkov, "--framework", "kubernetes", "--directory", tmp_path, "--output", "json", "--skip-download"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    found = json.loads(done.stdout)
+    assert found["summary"]["passed"] > 100, done.stderr
+    assert {each["check_id"] for each in found["results"]["failed_checks"]} == EXCUSED.keys()
+
+
 @pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
 def test_a_pod_has_time_for_its_drain(folder: pathlib.Path) -> None:
     _, worker = pods(ray_service(folder))

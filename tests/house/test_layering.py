@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.syntax_trees import ROOMS, ROOT, modules
+from tests.house.syntax_trees import ROOMS, ROOT, modules, nodes
 
 MAX_LINES = 600
 """Lines of a source file; a longer one holds more than one thing."""
@@ -126,7 +126,7 @@ def all_modules() -> frozenset[str]:
 
 def imports(module: str, tree: ast.Module) -> Iterator[str]:
     """The modules of this repository that a module imports anywhere in its text."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in all_modules())
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -137,10 +137,16 @@ def imports(module: str, tree: ast.Module) -> Iterator[str]:
                 yield node.module
 
 
+@functools.cache
+def imported(room: str) -> dict[str, frozenset[str]]:
+    """Maps each module of a room to the modules of this repository that it imports."""
+    return {module: frozenset(imports(module, tree)) for module, tree in modules(room).items()}
+
+
 def packages(tree: ast.Module) -> set[str]:
     """The packages, of this repository or not, of which a module imports something anywhere in its text."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -162,8 +168,8 @@ def test_rooms_import_downwards_only(room: str) -> None:
     allowed = ROOMS[: ROOMS.index(room) + 1]
     upwards = [
         f"{module} imports {other}"
-        for module, tree in modules(room).items()
-        for other in imports(module, tree)
+        for module, others in imported(room).items()
+        for other in others
         if not other.startswith(allowed)
     ]
     assert not upwards
@@ -173,8 +179,8 @@ def test_rooms_import_downwards_only(room: str) -> None:
 def test_folders_import_downwards_only(room: str) -> None:
     upwards = [
         f"{module} imports {other}"
-        for module, tree in modules(room).items()
-        for other in imports(module, tree)
+        for module, others in imported(room).items()
+        for other in others
         if other.startswith(f"{room}.") and FOLDERS.index(folder(other)) > FOLDERS.index(folder(module))
     ]
     assert not upwards
@@ -183,8 +189,8 @@ def test_folders_import_downwards_only(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_files_of_a_folder_import_without_cycles(room: str) -> None:
     graph = {
-        module: {other for other in imports(module, tree) if other != module and folder(other) == folder(module)}
-        for module, tree in modules(room).items()
+        module: {other for other in others if other != module and folder(other) == folder(module)}
+        for module, others in imported(room).items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
@@ -221,8 +227,8 @@ def test_device_modules_are_imported_by_their_owners_only(owned: str) -> None:
     others = [
         f"{module} imports {other}"
         for room in ROOMS
-        for module, tree in modules(room).items()
-        for other in imports(module, tree)
+        for module, imports_of in imported(room).items()
+        for other in imports_of
         if other.startswith(owned) and not module.startswith(OWNED[owned])
     ]
     assert not others
@@ -243,7 +249,7 @@ def test_only_kernels_ask_for_a_tensors_device() -> None:
         f"{module} line {node.lineno}"
         for room in ("manta.workers", "manta.specdecode")
         for module, tree in modules(room).items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute)
         and (node.attr == "is_cuda" or (node.attr == "type" and getattr(node.value, "attr", None) == "device"))
         and not module.startswith("manta.workers.kernels.")
@@ -257,7 +263,7 @@ def test_one_module_alone_copies_asynchronously() -> None:
         f"{module} line {node.value.lineno}"
         for room in ROOMS
         for module, tree in modules(room).items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.keyword) and node.arg == "non_blocking" and module != "manta.workers.kernels.transfer"
     ]
     assert not copying
@@ -289,7 +295,7 @@ OWNERS = {
 def test_the_state_of_a_sequence_has_one_owner(owner: str) -> None:
     found = set()
     for name, tree in modules("manta.cluster.engine").items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNERS[owner]:
                 found.add((name.rpartition(".")[2] + ".py", node.attr))
     assert found == {(owner, attribute) for attribute in OWNERS[owner]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.house.test_layering import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules, nodes
 
 ONE_PLACE = "manta.structured.host"
 QUESTIONS = {"cpu_count", "process_cpu_count", "sched_getaffinity", "virtual_memory", "swap_memory", "sysconf"}
@@ -24,7 +24,7 @@ def asks(node: ast.AST) -> bool:
 
 def test_the_machine_is_asked_in_one_place() -> None:
     trees = {name: tree for room in ROOMS for name, tree in modules(room).items()}
-    found = {f"{name}:{node.lineno}" for name, tree in trees.items() for node in ast.walk(tree) if asks(node)}  # type: ignore[attr-defined]
+    found = {f"{name}:{node.lineno}" for name, tree in trees.items() for node in nodes(tree) if asks(node)}  # type: ignore[attr-defined]
     others = sorted(place for place in found if place.partition(":")[0] != ONE_PLACE)
     assert found
     assert not others, f"ask {ONE_PLACE}, which knows what a container may have"

@@ -13,16 +13,16 @@ import zipfile
 import pytest
 
 from tests.bare_names import ROOMS
+from tests.house.syntax_trees import ROOT, modules, nodes
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = (*ROOMS, "manta", "tests", "benchmarks")
+FOLDERS = (*(f"manta.{room}" for room in ROOMS), "manta", "tests", "benchmarks")
 SCRIPT = ROOT / "cluster" / "cli" / "manta"
 
 
 def bare_imports(tree: ast.Module) -> list[int]:
     """Returns the lines that import a room by its bare name."""
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -36,11 +36,7 @@ def bare_imports(tree: ast.Module) -> list[int]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_module_imports_a_bare_name(folder: str) -> None:
-    found = {
-        str(path.relative_to(ROOT)): lines
-        for path in (ROOT / folder).rglob("*.py")
-        if (lines := bare_imports(ast.parse(path.read_text())))
-    }
+    found = {name: lines for name, tree in modules(folder).items() if (lines := bare_imports(tree))}
     assert not found
 
 

@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Iterable, Iterator
 
-from tests.house.syntax_trees import ROOMS, ROOT, modules
+from tests.house.syntax_trees import ROOMS, modules, nodes
 
 MOST_PRIVATE = 300
 """Private names of the product that tests use. Lower it when there are fewer."""
@@ -21,9 +21,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLES
 
 
-def private_names(tree: ast.AST) -> Iterator[str]:
+def private_names(tree: ast.Module) -> Iterator[str]:
     """The private names that a module defines: functions, classes, variables and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         name = ""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = node.name
@@ -35,9 +35,9 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield name
 
 
-def reached(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def reached(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and name of each private attribute of something else than `self`, by a dot or by `setattr`."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not _is_self(node.value):
             yield node.lineno, node.attr
     yield from ((line, name) for line, name in replaced(tree) if is_private(name))
@@ -47,9 +47,9 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def replaced(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def replaced(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and name of each attribute that pytest's `setattr` replaces."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
             for argument in node.args[:2]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -73,10 +73,9 @@ def used(names: set[str], places: Iterable[tuple[str, str]]) -> list[str]:
 def in_tests() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Places and names of what tests reach for, and of what they replace."""
     places: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for module, tree in modules("tests").items():
         for found, find in zip(places, (reached, replaced), strict=True):
-            found += [(f"{path.relative_to(ROOT)}:{line}", name) for line, name in find(tree)]
+            found += [(f"{module}:{line}", name) for line, name in find(tree)]
     return places
 
 

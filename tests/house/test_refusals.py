@@ -14,7 +14,7 @@ import pytest
 
 from manta.cluster.protocol.error_bodies import ANSWERS
 from manta.structured.refusals import WORDS, Kind
-from tests.house.syntax_trees import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules, nodes
 
 LLGUIDANCE = "llguidance tells what is wrong in words only"
 MSGSPEC = "msgspec's errors are sentences that end with a path"
@@ -29,6 +29,7 @@ READERS = {
     ("manta.structured.backends.llguidance_grammar", "place_within"): LLGUIDANCE,
     ("manta.structured.backends.llguidance_schema", "place_of"): LLGUIDANCE,
     ("manta.structured.backends.llguidance_schema", "_is_quoted"): LLGUIDANCE,
+    ("manta.workers.adapters.adapter_sources", "local_adapter"): "the user's URL replaces a temporary folder's name",
     ("manta.workers.jax_worker.jax_worker", "_named_memory_errors"): "XLA's errors have their status in the text",
     ("manta.workers.kernels.triton.library_products", "_runs"): "the first line of torch's message is logged",
     ("manta.cluster.protocol.shape_errors", "shape_error"): MSGSPEC,
@@ -70,9 +71,9 @@ SAME = {"strip", "lstrip", "rstrip", "lower", "casefold"}
 """Methods whose result says the same."""
 
 
-def readings(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def readings(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yields the function and line of each place that decides by the words of an error."""
-    for function in ast.walk(tree):
+    for function in nodes(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from ((function.name, line) for line in _Words(function).readings())
 
@@ -184,7 +185,7 @@ def test_every_kind_has_words_and_is_raised() -> None:
         node.value
         for name, tree in product().items()
         if name not in tables
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     assert kinds - used == {"bug"}, "no code raises them"

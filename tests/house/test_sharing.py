@@ -47,6 +47,7 @@ OWN = {
     "test_resume": "kills engines and ingresses",
     "test_serve_command": "flags and prints of the command, and deaths of its engine",
     "test_serve_ranks": PROVED,
+    "test_shifted_traffic": PROVED,
     "test_start_failures": "starts that fail",
     "test_start_storm": PROVED,
     "test_telemetry": PROVED,

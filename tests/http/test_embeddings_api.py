@@ -9,7 +9,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -18,7 +18,6 @@ import ollama
 import openai
 import pydantic
 import pytest
-from sentence_transformers import SentenceTransformer
 
 from manta.cluster.batch.line_endpoints import batch_endpoints
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
@@ -27,6 +26,9 @@ from manta.cluster.serve.engine.model_replica import make_replica
 from tests.local_server import Handle, ThreadedServer
 from tests.patience import PATIENCE_S
 from tests.pooled_checkpoints import MAX_TOKENS, TEXTS, embedder
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 LONG = "the manta ray " * 100
 
@@ -40,6 +42,8 @@ def server() -> Iterator[ThreadedServer]:
 
 @pytest.fixture(scope="module")
 def theirs() -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
     return SentenceTransformer(str(embedder("xlm_roberta")), device="cpu")
 
 

@@ -91,7 +91,14 @@ async def test_running_streams_keep_the_values_that_a_reload_replaces(tmp_path: 
         assert await expect(server, "live", "two") == 0
         assert await expect(server, "live", "two") == 32
         assert await asyncio.gather(*(each.tokens for each in streams)) == [alone] * 8
-        assert (await server.unload("live")).status_code == 200
+        last = Stream(server, "live")
+        await last.has_begun.wait()
+        unloading = asyncio.ensure_future(server.unload("live", wait=True))
+        await until(lambda: not server.registry.table.loaded)
+        assert (await server.ask("live", PROMPT, 1)).status_code == 404, "no other request begins meanwhile"
+        assert (await unloading).status_code == 200
+        assert server.server.replica.engine.stats().num_running == 0
+        assert len(await last.tokens) == NUM_STREAMED
         assert (await server.ask("live", PROMPT, 1)).status_code == 404
 
 

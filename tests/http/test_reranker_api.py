@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder
 
 from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S
 from tests.pooled_checkpoints import INSTRUCTION, MAX_PROMPT_TOKENS, TEXTS, scorer
+
+if TYPE_CHECKING:
+    from sentence_transformers import CrossEncoder
 
 QUERY, DOCUMENTS = TEXTS[2], TEXTS[:6]
 LONG = " ".join(TEXTS * 3)
@@ -28,6 +30,8 @@ def server() -> Iterator[ThreadedServer]:
 
 @pytest.fixture(scope="module")
 def theirs() -> CrossEncoder:
+    from sentence_transformers import CrossEncoder
+
     return CrossEncoder(str(scorer("two_tokens")), device="cpu")
 
 

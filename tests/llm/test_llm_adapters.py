@@ -5,22 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from manta.cluster.config import EngineConfig
 from manta.cluster.llm import LLM, BeamSearchParams, ConstraintSpec, SamplingParams
-from manta.cluster.option_reader import read_options
 from manta.structured.refusals import RequestRefused
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.model_config import ModelError
-from manta.workers.option_support import check_options
 from manta.workers.torch_worker import torch_worker
-from tests.adapters import Adapters, adapters_of
-from tests.checkpoints import checkpoint
+from manta.workers.torch_worker.adapter_fit import check_adapters_fit
+from tests.adapters import Adapters, adapters_of, merged, write_adapter
+from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import write_gguf
 from tests.workers.test_layer_kinds import folder_of
 
@@ -43,12 +42,18 @@ KINDS: dict[str, dict[str, Any]] = {
 OTHERS = ("qwen2", "phi3", "lfm2", "olmo2", "granite", "mistral", "qwen3_windows", "seed_oss")
 MIXERS: dict[str, Any] = {
     "granite_hybrid": ["in_proj", "out_proj", "q_proj", "v_proj", "o_proj"],
-    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"],
-    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"],
+    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
     "mamba": ["in_proj", "x_proj"],
     "glm": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gemma2": "all-linear",
 }
+"""Modules of mixers. PEFT takes `gate_proj` and the like of models with experts for parameters of the experts."""
+BESIDE_EXPERTS: dict[str, tuple[str, ...]] = {
+    "qwen3_next": tuple(f"shared_expert.{each}_proj" for each in ("gate", "up", "down")),
+    "deepseek_v2": tuple(f"{where}.{each}_proj" for where in ("0.mlp", "shared_experts") for each in ("gate", "down")),
+}
+"""Modules of dense MLPs and of shared experts, by the ends of their names."""
 
 
 @functools.cache
@@ -84,6 +89,19 @@ def test_an_adapter_alone_is_what_the_merged_model_computes() -> None:
         assert tokens(llm, [name]) == [adapters.merged_greedy(PROMPT, name, NUM_TOKENS)]
 
 
+@pytest.mark.prove
+def test_sixteen_adapters_and_plain_rows_in_one_batch() -> None:
+    """Each row has the tokens that it has alone."""
+    adapters = Adapters(checkpoint("qwen2"))
+    for number in range(16):
+        adapters.add(f"one-{number}", 80 + number, r=1 + 17 * number)
+    llm, names = make_llm(adapters), [*adapters.folders, "", "one-3", "", "one-3"]
+    expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in names]
+    assert len({tuple(each) for each in expected}) > 12, "most have tokens of their own"
+    assert tokens(llm, names) == expected
+    assert [tokens(llm, [name])[0] for name in names[:17]] == expected[:17]
+
+
 @pytest.mark.parametrize(
     "family",
     [each if each in ("qwen2", "phi3", "lfm2") else pytest.param(each, marks=pytest.mark.prove) for each in OTHERS],
@@ -97,6 +115,112 @@ def test_linears_of_other_families(family: str) -> None:
 @pytest.mark.parametrize("case", MIXERS)
 def test_linears_of_other_mixers(case: str) -> None:
     assert_as_peft(folder_of(case), MIXERS[case])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", BESIDE_EXPERTS)
+def test_mlps_beside_experts_are_what_merged_weights_compute(case: str, tmp_path: pathlib.Path) -> None:
+    base = folder_of(case)
+    adapter = write_adapter(base, tmp_path / "adapter", BESIDE_EXPERTS[case], 8)
+    changed = {name.split(".lora_")[0] for name in load_file(adapter / "adapter_model.safetensors")}
+    assert all(any(module.endswith(end) for module in changed) for end in BESIDE_EXPERTS[case])
+    llm = LLM(str(base), dtype="float32", num_threads=1, adapters={"a": str(adapter)})
+    models = merged(base, adapter, tmp_path / "merged"), base
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+    assert expected[0] != expected[1]
+    assert tokens(llm, ["a", ""]) == expected
+
+
+EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
+"""Mixtures whose checkpoints store experts one by one, and the names of an expert's linears."""
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def mixture(family: str) -> pathlib.Path:
+    return checkpoint(family) if family == "mixtral" else folder_of(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("mixtral", PARAMETERS),
+        pytest.param("qwen3_moe", PARAMETERS[1:], marks=pytest.mark.prove),
+        pytest.param("qwen3_moe", PARAMETERS[::-1], marks=pytest.mark.prove),
+        pytest.param("gpt_oss", PARAMETERS, marks=pytest.mark.prove),
+        pytest.param("gpt_oss", PARAMETERS[:1], marks=pytest.mark.prove),
+    ],
+)
+def test_adapters_of_all_experts_of_a_layer(family: str, parameters: list[str]) -> None:
+    """Beside rows without an adapter, and rows of an adapter that changes no experts."""
+    adapters = Adapters(mixture(family))
+    adapters.add("experts", 1, r=4, target_modules=["q_proj"], target_parameters=parameters)
+    others = Adapters(mixture(family))
+    others.add("attention", 2, r=8, target_modules=["o_proj"])
+    expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in ("experts", "")]
+    expected.append(others.greedy(PROMPT, "attention", NUM_TOKENS))
+    assert len({tuple(each) for each in expected}) == 3
+    llm = LLM(str(adapters.base), dtype="float32", num_threads=1, adapters=adapters.folders | others.folders)
+    assert tokens(llm, ["experts", "", "attention"]) == expected
+    assert tokens(llm, ["attention", ""]) == expected[:0:-1]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("intermediate_size", [96, 32])
+def test_adapters_of_experts_that_peft_saved_before_0_19(intermediate_size: int, tmp_path: pathlib.Path) -> None:
+    """Inputs and outputs have changed places in their halves, which their sizes do not show if they are equal."""
+    adapters = Adapters(checkpoint("mixtral", intermediate_size=intermediate_size))
+    new = pathlib.Path(adapters.add("experts", 1, r=4, target_modules=["q_proj"], target_parameters=PARAMETERS))
+    old = pathlib.Path(shutil.copytree(new, tmp_path / "old"))
+    halves, num_experts = load_file(new / "adapter_model.safetensors"), 4
+    for name in [name for name in halves if "experts" in name and "lora_A" in name]:
+        a, b = halves[name], halves[name.replace("lora_A", "lora_B")]
+        a, b = a.view(num_experts, 4, -1), b.view(len(b), 4, num_experts)
+        halves[name] = b.permute(2, 1, 0).flatten(0, 1).contiguous()
+        halves[name.replace("lora_A", "lora_B")] = a.permute(2, 1, 0).flatten(1).contiguous()
+    save_file(halves, old / "adapter_model.safetensors")
+    config = json.loads((old / "adapter_config.json").read_text())
+    (old / "adapter_config.json").write_text(json.dumps(config | {"peft_version": "0.18.1"}))
+    llm = LLM(str(adapters.base), dtype="float32", num_threads=1, adapters={"new": str(new), "old": str(old)})
+    assert tokens(llm, ["old", "new"]) == [adapters.greedy(PROMPT, "experts", NUM_TOKENS)] * 2
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_of_experts_one_by_one(family: str, exact: bool, tmp_path: pathlib.Path) -> None:
+    """Not of all of them, and one changes the second linear alone."""
+    base, linears = mixture(family), EXPERTS[family]
+    modules = tuple(f"experts.{expert}.{name}" for expert in (0, 2) for name in linears)
+    adapter = write_adapter(base, tmp_path / "adapter", (*modules, f"experts.1.{linears[-1]}"), 5)
+    names = {name.split(".lora_")[0] for name in load_file(adapter / "adapter_model.safetensors")}
+    assert sum(".experts." in name for name in names) >= 2 * (len(modules) + 1), "of every layer"
+    options = {"dtype": "float32", "num_threads": 1, "adapters": {"a": str(adapter)}}
+    if not exact:
+        models = merged(base, adapter, tmp_path / "merged"), base
+        expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+        assert expected[0] != expected[1]
+        assert tokens(LLM(str(base), **options), ["a", ""]) == expected
+        return
+    alone = LLM(str(base), exact=True, weights="int8", max_num_sequences=1, **options)
+    together = LLM(str(base), exact=True, weights="int8", max_num_batched_tokens=17, **options)
+    names = ["a", "", "a"]
+    assert tokens(together, names) == [tokens(alone, [name])[0] for name in names]
+
+
+def test_a_rounded_mixture_takes_adapters_of_its_experts(tmp_path: pathlib.Path) -> None:
+    base = checkpoint("mixtral")
+    adapter = write_adapter(base, tmp_path / "adapter", tuple(f"experts.{each}.w1" for each in range(4)), 3)
+    llm = LLM(str(base), weights="int8", num_threads=1, adapters={"a": str(adapter)})
+    firsts = [each[0] for each in tokens(llm, ["a", "", "a"])]
+    assert firsts == [tokens(llm, [name])[0][0] for name in ("a", "", "a")]
+
+
+def test_experts_take_no_adapters_where_nothing_adapts_them(tmp_path: pathlib.Path) -> None:
+    """On GPUs and TPUs, and if ranks have whole experts."""
+    base = checkpoint("mixtral")
+    adapter = write_adapter(base, tmp_path / "adapter", ("experts.1.w2",), 3)
+    with pytest.raises(ModelError, match=r"experts\.1\.w2, which takes no adapters"):
+        check_adapters_fit(base, load_model_config(base), {"a": str(adapter)}, 2**30)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -176,7 +300,6 @@ def test_an_unknown_name_is_refused_before_anything_runs() -> None:
 
 
 MERGED = {
-    "separate experts": "model.layers.0.block_sparse_moe.experts.0.w1",
     "experts of another name": "model.layers.0.mlp.experts.0.gate_proj",
     "experts in one tensor": "model.layers.0.mlp.experts",
     "a router": "model.layers.0.block_sparse_moe.gate",
@@ -202,15 +325,6 @@ def test_what_adapters_cannot_change_is_refused_before_weights_are_read(
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=f"{module}{', which takes no adapters' if what in MERGED else ''}"):
         LLM(str(checkpoint("mixtral")), num_threads=1, adapters={"a": str(tmp_path)})
-
-
-def test_devices_without_adapters_refuse_them_before_anything_is_read() -> None:
-    model = load_model_config(checkpoint("llama"))
-    for options in ({"adapters": {"a": "nowhere"}}, {"adapter_roots": ["nowhere"]}):
-        config = read_options({"model": "nowhere", **options}, EngineConfig)
-        with pytest.raises(ModelError, match="the device is tpu"):
-            check_options(config, "tpu", model)
-        check_options(config, "cuda", model)
 
 
 def test_adapters_of_a_model_or_a_memory_that_has_none_are_refused(tmp_path: pathlib.Path) -> None:

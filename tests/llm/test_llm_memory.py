@@ -12,9 +12,12 @@ import psutil
 import pytest
 
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
+from tests import garbage
 from tests.checkpoints import checkpoint
 from tests.engine_parts import device_of
 from tests.patience import wait_until
+
+pytestmark = pytest.mark.usefixtures("own_fork_servers")
 
 LETTERS = ConstraintSpec(kind="regex", text="[ab]{3}")
 DRAFT = {"draft_model": str(checkpoint("llama", dtype="float32")), "max_draft_tokens": 2}
@@ -23,7 +26,7 @@ DRAFT = {"draft_model": str(checkpoint("llama", dtype="float32")), "max_draft_to
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Cycles are not collected: only what nobody refers to is freed."""
-    gc.collect()
+    garbage.leave_alone()
     gc.disable()
     yield
     gc.enable()

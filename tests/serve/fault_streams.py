@@ -187,6 +187,8 @@ class Setup(msgspec.Struct, frozen=True):
     """Options of the engines besides those that all have."""
     resources: dict[str, float] = {}
     """Ray's resources that an engine claims, which decide its node."""
+    starts_new_first: bool = True
+    """Whether a new engine serves before an old one ends. It must be false where the old ones hold its resources."""
     ingress_resources: dict[str, float] = msgspec.field(default_factory=lambda: {"node:__internal_head__": 0.001})
     """Ray's resources that an ingress claims, which decide its node: by default the head."""
 
@@ -216,13 +218,17 @@ class Application:
     def deploy(self, setup: Setup) -> None:
         """Returns when Serve has done it."""
         if setup != self._deployed:
-            self._deployed = setup
-            client = get_client()
-            assert client is not None
-            schema = ServeDeploySchema(applications=[self._configuration(setup)])  # type: ignore[list-item]
-            client.deploy_apps(schema, _blocking=False)
-            time.sleep(1.0)  # until Serve has begun
+            self.order(setup)
         self.until_running(setup.num_engines, setup.num_ingresses)
+
+    def order(self, setup: Setup) -> None:
+        """Tells Serve to deploy it. Returns when Serve has begun."""
+        self._deployed = setup
+        client = get_client()
+        assert client is not None
+        schema = ServeDeploySchema(applications=[self._configuration(setup)])  # type: ignore[list-item]
+        client.deploy_apps(schema, _blocking=False)
+        time.sleep(1.0)
 
     def _configuration(self, setup: Setup) -> dict[str, Any]:
         environment = {"env_vars": {**REPLICA_ENVIRONMENT, "OMP_NUM_THREADS": "1", "VERSION": setup.version}}
@@ -231,7 +237,7 @@ class Application:
             "dtype": "float32",
             "kv_cache_bytes": 8 << 20,
             "num_threads": 1,
-            "logits_processors": {"poison": "tests.serve.poison:Poison"},
+            "logits_processors": {"poison": "tests.serve.poison:Poison", "stall": "tests.serve.poison:Stall"},
         }
         of_ingress = {
             "num_cpus": 0,
@@ -253,7 +259,12 @@ class Application:
             },
             "deployments": [
                 {"name": "ingress", "num_replicas": setup.num_ingresses, "ray_actor_options": of_ingress},
-                {"name": "engine", "num_replicas": setup.num_engines, "ray_actor_options": of_engine},
+                {
+                    "name": "engine",
+                    "num_replicas": setup.num_engines,
+                    "ray_actor_options": of_engine,
+                    "max_surge_percent": int(setup.starts_new_first),
+                },
             ],
         }
 

@@ -12,10 +12,11 @@ import os
 import random
 import re
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -37,6 +38,10 @@ LONGEST_S = 5.0
 """Longest pause of a stream in seconds, where another engine computes steps when one dies."""
 ANOTHER_S, ANEW_S = 1.0, 10.0
 """Median pause in seconds: where another engine is there, and where one, or its ranks, must start."""
+STALLED_S = 3.0
+"""Median pause in seconds where another engine is there, and a step of the first one hangs: a quick step counts as late
+after 2 s.
+"""
 BUSY = 3.0
 """A machine with other work may take so many times as long."""
 
@@ -86,6 +91,7 @@ def hold(
     """Every stream ends as if nothing had happened, in each repetition, and nothing is left over."""
     streams: list[Stream] = []
     pauses: list[float] = []
+    before_all = names_of(application.takeovers())
     for _ in range(num_repetitions):
         for _ in range(MOST_TRIES):
             application.deploy(row.setup)
@@ -108,11 +114,30 @@ def hold(
     record_property("pause p50, s", f"{half_s:.2f} (bar {row.bar_s:g})")
     record_property("pause max, s", round(max(pauses), 2))
     record_property("blocks and sessions left over", 0)
+    record_takeovers([each for each in application.takeovers() if name_of(each) not in before_all], record_property)
     errors = [stream.error for stream in streams if stream.error]
     assert not errors, errors
     assert all(equal), f"{equal.count(False)} of {len(equal)} streams differ"
     if PROVE:
         assert half_s < BUSY * row.bar_s
+        assert row.bar_s > STALLED_S or max(pauses) < BUSY * LONGEST_S
+
+
+def name_of(takeover: dict[str, Any]) -> str:
+    """Returns the name of a takeover, an entry of the request log, which no other one has."""
+    return str(takeover["engine_request"])
+
+
+def names_of(takeovers: list[dict[str, Any]]) -> set[str]:
+    return set(map(name_of, takeovers))
+
+
+def record_takeovers(takeovers: list[dict[str, Any]], record_property: RecordProperty) -> None:
+    """Writes down how many there were, and the phases of the first ones, which are the longest."""
+    record_property("takeovers", len(takeovers))
+    for takeover in takeovers[:NUM_SHOWN_TAKEOVERS]:
+        phases = ", ".join(f"{phase} {takeover[f'{phase}_s']:.2f}" for phase in TAKEOVER_PHASES)
+        record_property(f"takeover {name_of(takeover)}, s", f"{takeover['cause']}: {phases}")
 
 
 # ---- what is done --------------------------------------------------------------------------------------------------
@@ -207,6 +232,18 @@ def poison(application: Application) -> list[Stream]:
     # Three, or one more if an engine died before its last token had arrived: the next one makes progress by that token.
     assert re.search("[34] engine processes died while they ran this request, which may be why", stream.error or "")
     return streams.join()
+
+
+def stall(application: Application) -> list[Stream]:
+    """A request whose logits processor never returns makes a step of one engine hang. It ends on the other engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = begin(application)
+        path, body = application.requests[1]
+        processor = {"name": "stall", "arguments": {"at": 3, "once": f"{folder}/once"}}
+        stream = Stream()
+        stream.read(application.url + path, {**body, "logits_processors": [processor]})
+        assert stream.is_complete, stream.error
+        return streams.join()
 
 
 def kill_ingress(application: Application) -> list[Stream]:
@@ -325,11 +362,7 @@ def hold_histories(
     record_property("streams, events, bytes", f"{verdict.num_streams}, {verdict.num_events}, {verdict.num_bytes}")
     record_property("lost, twice, different", f"{len(verdict.lost)}, {len(verdict.twice)}, {len(verdict.different)}")
     record_property("pause p50, p99, max, s", f"{p50_s:.4f}, {p99_s:.3f}, {verdict.pauses_s[-1]:.1f}")
-    takeovers = application.takeovers()
-    record_property("takeovers", len(takeovers))
-    for takeover in takeovers[:NUM_SHOWN_TAKEOVERS]:
-        phases = ", ".join(f"{phase} {takeover[f'{phase}_s']:.2f}" for phase in TAKEOVER_PHASES)
-        record_property(f"takeover {takeover['engine_request']}, s", f"{takeover['cause']}: {phases}")
+    record_takeovers(application.takeovers(), record_property)
     wrong = [*verdict.lost, *verdict.twice, *verdict.different]
     assert verdict.is_good, "\n".join(
         [f"{verdict.num_streams} streams under {num_faults}, pause p99 {p99_s:.3f} s", *wrong]

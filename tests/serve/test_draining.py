@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import Unavailable
 from manta.cluster.serve import ingress as ingress_module
 from manta.cluster.serve.listening import listener as listener_module
 from manta.cluster.serve.requests import engine_client as client_module
+from manta.structured.refusals import Refusal
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
@@ -105,6 +107,30 @@ async def test_readiness_fails_while_streams_finish(peers: Peers) -> None:
         assert not draining.done(), "a stream is still open"
         assert await num_tokens_of(*stream) == NUM_TOKENS
         await asyncio.wait_for(draining, PATIENCE_S)
+
+
+@async_test
+async def test_readiness_waits_for_the_first_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load balancer would send requests to a cluster that still loads. Afterwards requests wait here for an engine
+    that died.
+    """
+
+    async def none() -> list[EngineStats]:
+        return []
+
+    async with local_server() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.ingress._client, "stats", none)
+            assert await server.get("/-/healthz") == (503, b"No engine has loaded yet.")
+            patch.setattr(server.ingress._client, "stats", raising)
+            assert (await server.get("/-/healthz"))[0] == 503
+        assert await server.get("/-/healthz") == (200, b"success")
+        monkeypatch.setattr(server.ingress._client, "stats", none)
+        assert await server.get("/-/healthz") == (200, b"success")
+
+
+async def raising() -> list[EngineStats]:
+    raise Unavailable(Refusal("unavailable"))
 
 
 @pytest.mark.parametrize("reason", ["replaced", "removed", "over"])

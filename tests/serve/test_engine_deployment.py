@@ -16,7 +16,7 @@ import pytest
 
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, EngineHello, OutputReceiver
-from manta.cluster.serve.engine import burst, step_thread
+from manta.cluster.serve.engine import burst, engine_replica, step_thread
 from manta.cluster.serve.engine.engine_deployment import DeployedEngine
 from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.routing import replicas as routing_replicas
@@ -97,6 +97,15 @@ def test_a_replicas_start_counts_its_processs_age(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(replica.start_seconds()) <= time.time() - began
     age_s = time.time() - psutil.Process().create_time()
     assert DeployedEngine.seconds_before() == pytest.approx(age_s, abs=5.0)  # the boot's time is known to a second
+
+
+@pytest.mark.parametrize("others_serve", [False, True])
+def test_an_engine_beside_others_is_ready_when_it_compiles(
+    others_serve: bool, monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
+    """Streams with constraints may move there at once. An engine that is alone serves others as early as it can."""
+    monkeypatch.setattr(engine_replica, "has_siblings", lambda: others_serve)
+    assert new_replica().engine.stats().num_constraints_compiled == int(others_serve)
 
 
 def test_held_results_are_sent_before_shutdown(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:

@@ -1,25 +1,30 @@
-"""A machine that is small: few open files, or little address space, for every process of a server."""
+"""A machine that is small: few open files, little address space, or little memory, for every process of a server."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
 import resource
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
+from tests.processes import kill_tree
 
 pytestmark = pytest.mark.prove
 
 NUM_FILES = 256
 NUM_CONNECTIONS = 200
+SMALL_CACHE = "engine.kv_cache_bytes=8388608"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
@@ -28,19 +33,27 @@ def status(connection: socket.socket) -> bytes:
     return connection.makefile("rb").readline().split()[1]
 
 
-def start(limited: int, limit: int) -> tuple[subprocess.Popen[str], int]:
-    """Starts a server whose processes have a limit. Returns its port too."""
+def start(limit: Callable[[], object], *settings: str) -> tuple[subprocess.Popen[str], int]:
+    """Starts a server whose processes have a limit, which `limit` sets in the first of them. Returns its port too."""
     port = free_port()
     command = [sys.executable, "-m", "manta.cluster.cli", "serve", str(checkpoint("llama")), "--port", str(port)]
-    command += ["--set", "engine.num_threads=1", "--set", "engine.kv_cache_bytes=8388608"]
-    server = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(limited, (limit, limit)),
-    )
+    for setting in ("engine.num_threads=1", *settings):
+        command += ["--set", setting]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=limit)
     return server, port
+
+
+def at_most(limited: int, limit: int) -> Callable[[], object]:
+    return lambda: resource.setrlimit(limited, (limit, limit))
+
+
+def until_ready(server: subprocess.Popen[str]) -> str:
+    """Returns what a server has printed, once it is ready or has ended."""
+    assert server.stdout is not None
+    printed: list[str] = []
+    while not printed or printed[-1] not in ("Ctrl-C stops it.\n", ""):
+        printed.append(server.stdout.readline())
+    return "".join(printed)
 
 
 def tokens_of_answer(port: int) -> int:
@@ -51,24 +64,63 @@ def tokens_of_answer(port: int) -> int:
 
 @pytest.mark.parametrize(("num_bytes", "serves"), [(2**30, False), (4 * 2**30, True)])
 def test_with_little_address_space_a_start_ends_in_a_sentence_or_goes_on(num_bytes: int, serves: bool) -> None:
-    server, port = start(resource.RLIMIT_AS, num_bytes)
-    assert server.stdout is not None
-    printed: list[str] = []
-    while not printed or printed[-1] not in ("Ctrl-C stops it.\n", ""):
-        printed.append(server.stdout.readline())
+    server, port = start(at_most(resource.RLIMIT_AS, num_bytes), SMALL_CACHE)
+    printed = until_ready(server)
     if serves:
         assert tokens_of_answer(port) == 4
         server.send_signal(signal.SIGTERM)
     rest, _ = server.communicate(timeout=PATIENCE_S)
     assert server.returncode == (0 if serves else 1)
-    assert "Traceback" not in "".join(printed) + rest
+    assert "Traceback" not in printed + rest
+
+
+@contextlib.contextmanager
+def memory_group(num_bytes: int) -> Iterator[Callable[[], object]]:
+    """Makes a control group with so much memory, as a container has. Yields what puts a process into it."""
+    top = pathlib.Path("/sys/fs/cgroup")
+    of_version = {top / "memory": "memory.limit_in_bytes", top: "memory.max"}
+    folder = next((each for each in of_version if (each / "cgroup.procs").exists()), top) / f"manta-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        limit = folder / of_version[folder.parent]
+        if not limit.exists():
+            pytest.skip("control groups limit no memory here")
+        limit.write_text(str(num_bytes))
+        yield lambda: (folder / "cgroup.procs").write_text("0")
+    finally:
+        for pid in (folder / "cgroup.procs").read_text().split():  # what a process has left that the system has killed
+            kill_tree(int(pid))
+        wait_until(lambda: not (folder / "cgroup.procs").read_text())
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(("num_bytes", "serves"), [(2**28, False), (3 * 2**30, True)])
+def test_a_containers_memory_bounds_the_cache(num_bytes: int, serves: bool) -> None:
+    """Of the free memory the default KV cache takes 40%. A start without enough of it ends in a sentence."""
+    with memory_group(num_bytes) as limit:
+        server, port = start(limit)
+        try:
+            printed = until_ready(server)
+            if serves:
+                assert tokens_of_answer(port) == 4
+                metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S, trust_env=False).text
+                (cache,) = (line for line in metrics.splitlines() if line.startswith("manta:kv_cache_bytes{"))
+                assert 0 < float(cache.split()[-1]) <= 0.4 * num_bytes
+                server.send_signal(signal.SIGTERM)
+            rest, _ = server.communicate(timeout=PATIENCE_S)
+            assert (server.returncode == 0) == serves
+            assert "Traceback" not in printed + rest
+        finally:
+            kill_tree(server.pid)
 
 
 def test_with_few_open_files_resting_connections_give_way() -> None:
-    server, port = start(resource.RLIMIT_NOFILE, NUM_FILES)
+    server, port = start(at_most(resource.RLIMIT_NOFILE, NUM_FILES), SMALL_CACHE)
     try:
-        assert server.stdout is not None
-        printed = [line for line in iter(server.stdout.readline, "Ctrl-C stops it.\n") if line]
+        printed = until_ready(server)
         with contextlib.ExitStack() as stack:
             address = ("127.0.0.1", port)
             for _ in range(NUM_CONNECTIONS):
@@ -81,4 +133,4 @@ def test_with_few_open_files_resting_connections_give_way() -> None:
         server.send_signal(signal.SIGTERM)
         rest, _ = server.communicate(timeout=PATIENCE_S)
     assert server.returncode == 0
-    assert "Traceback" not in "".join(printed) + rest
+    assert "Traceback" not in printed + rest

@@ -19,6 +19,7 @@ EVERYWHERE = Setup(
     num_ingresses=2,
     options={"grammar_pool": {"form": "actors"}, "tensor_parallel_size": 2},
     resources=PLACE,
+    starts_new_first=False,
     ingress_resources=INGRESS_PLACE,
 )
 """An ingress and an engine on each node."""

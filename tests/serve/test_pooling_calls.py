@@ -15,7 +15,7 @@ from manta.cluster.serve.requests import engine_client
 from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, pool
 from manta.cluster.serve.requests.takeover import TakeoverTimes
 from manta.cluster.serve.routing.replicas import Replicas
-from tests.house.test_layering import modules
+from tests.house.syntax_trees import modules
 
 REQUEST = PoolingRequest(request_id="a", texts=[PooledInput([1, 2], 2)], deadline_s=60.0)
 
@@ -68,7 +68,7 @@ def test_what_every_engine_is_asked_each_kind_answers() -> None:
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     }
     assert {"connect", "stats", "drop_kept"} <= methods
-    of_adapters = {"read_adapter"}  # which a model that pools has none of
+    of_adapters = {"read_adapter", "uses_adapter"}  # which a model that pools has none of
     for method in methods - of_adapters:
         for kind in (EngineReplica, PoolingReplica):
             assert callable(getattr(kind, method, None)), f"{kind.__name__} does not answer {method}"

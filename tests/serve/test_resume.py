@@ -27,6 +27,7 @@ from tests.serve.fault_streams import APP, CONTROLLER, ENGINE, GRAMMAR_ACTOR, IN
 from tests.serve.fault_table import (
     ANOTHER_S,
     LONGEST_S,
+    STALLED_S,
     Row,
     deaths,
     deploy,
@@ -41,6 +42,7 @@ from tests.serve.fault_table import (
     rank,
     rank_rebuilds,
     resume_after,
+    stall,
     started,
     undisturbed_streams,
 )
@@ -77,6 +79,8 @@ ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
 PAIRS = Setup(num_ingresses=2, options={"constraints": {"compile_seconds": 60}})
 PAIRS_ACTORS = msgspec.structs.replace(PAIRS, options=ACTORS.options)
 EVERYTHING = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}, "tensor_parallel_size": 2})
+BROKEN = Setup(options={"logits_processors": {"missing": "no.such.module:Processor"}})
+"""A version whose engines do not start."""
 ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))
 
 ROWS = {
@@ -92,6 +96,7 @@ LONG_ROWS = {
     "both are killed": Row(TWO, kill(ENGINES)),
     "the only one hangs": Row(ONE, hang(ENGINES)),
     "two get a new version": Row(TWO, deploy(TWO, renews=True), ANOTHER_S),
+    "the only one gets a new version": Row(ONE, deploy(ONE, renews=True), ANOTHER_S),
     "the only one is killed beside a standby": Row(STANDBY, kill(ENGINES), ANOTHER_S),
     "a request kills engines": Row(TWO, poison),
     "a rank is killed": Row(RANKS, kill(rank(0)), witness=rank_rebuilds),
@@ -177,6 +182,31 @@ def test_every_stream_ends_as_without_the_fault(
     application: Application, undisturbed: list[Stream], name: str, record_property: Callable[[str, object], None]
 ) -> None:
     hold((ROWS | LONG_ROWS)[name], application, undisturbed, record_property)
+
+
+@pytest.mark.prove
+def test_streams_leave_an_engine_whose_step_hangs(
+    application: Application, undisturbed: list[Stream], record_property: Callable[[str, object], None]
+) -> None:
+    """Its process answers everything else. Serve replaces it after a minute."""
+    hold(Row(TWO, stall, STALLED_S), application, undisturbed, record_property, num_repetitions=1)
+
+
+@pytest.mark.prove
+def test_a_version_that_cannot_start_costs_no_engine(application: Application, undisturbed: list[Stream]) -> None:
+    """Serve gives up, and those before it serve on. Without room for a new one, one of them would have been lost."""
+    application.deploy(TWO)
+    before = {engine.pid for engine in application.processes(ENGINE)}
+    application.order(BROKEN)
+    found: list[Stream] = []
+    while serve.status().applications[APP].status != "DEPLOY_FAILED":
+        found += application.start_streams().join()
+    found += application.start_streams().join()
+    errors = [stream.error for stream in found if stream.error]
+    assert not errors, errors
+    assert all(stream.equals(undisturbed[number % len(undisturbed)]) for number, stream in enumerate(found))
+    assert before <= {engine.pid for engine in application.processes(ENGINE)}
+    application.deploy(TWO)
 
 
 @pytest.mark.prove

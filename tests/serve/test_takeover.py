@@ -50,6 +50,7 @@ class Engine:
         self.name = name
         self.asked: list[EngineRequest] = []
         self.is_silent = False
+        self.is_cut_off = False
         self._world = world
         self._writer: asyncio.StreamWriter | None = None
 
@@ -66,6 +67,8 @@ class Engine:
         return spec, [self.name]
 
     async def connect(self, address: Address) -> None:
+        if self.is_cut_off:
+            raise OSError("no route to host")
         if self._writer is None:
             _, self._writer = await asyncio.open_connection(address.host, address.port)
             self._send(EngineHello(address.secret, self.name))
@@ -113,6 +116,10 @@ class Handle:
     def resolve(self) -> Method:
         return Method(lambda *arguments: self._world.engines[self._world.known.pick("engine")].resolve(*arguments))
 
+    def broadcast(self, method: str, *arguments: Any) -> Broadcast:
+        asked = self._world.engines.values() if method == "connect" else ()
+        return Broadcast([engine.connect(*arguments) for engine in asked])
+
     def _generate(self, request: EngineRequest, address: Address) -> Coroutine[Any, Any, RequestResult]:
         replica, (placed,) = self._world.known.place([request], "engine", 0)
         return self._world.engines[replica].generate(placed, address)
@@ -124,6 +131,21 @@ class Method:
 
     def remote(self, *arguments: Any) -> asyncio.Task[Any]:
         return asyncio.ensure_future(self._call(*arguments))
+
+
+class Broadcast:
+    """A call of all engines, which answer no other questions than that to connect."""
+
+    def __init__(self, calls: list[Coroutine[Any, Any, None]]) -> None:
+        self._calls = calls
+
+    async def results_async(self, timeout_s: float) -> None:
+        for failure in await asyncio.gather(*self._calls, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    def results(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        return []
 
 
 class World:
@@ -264,6 +286,31 @@ async def test_another_engine_answers_what_a_dying_one_was_asked() -> None:
     world.num_failures = 100
     with pytest.raises(Unavailable):
         await world.client.resolve(spec)
+    await world.client.close()
+
+
+@async_test
+async def test_an_engine_that_cannot_connect_is_counted_and_asked_again() -> None:
+    """An ingress that knows nothing of its cache would route by load alone, and nobody would notice."""
+    world = World("takeover unconnected", NEVER)
+
+    def num_unconnected() -> float:
+        samples = (sample for family in world.metrics.own() for sample in family.samples)
+        (found,) = (sample.value for sample in samples if sample.name == "manta:engines_unconnected")
+        return found
+
+    cut_off = world.engines["second"]
+    cut_off.is_cut_off = True
+    assert num_unconnected() == 0, "no engine has had time to connect"
+    await world.client.until_greeted()
+    await until(lambda: num_unconnected() == 1)
+    await world.client.until_greeted()
+    assert num_unconnected() == 1
+    cut_off.is_cut_off = False
+    await world.client.until_greeted()
+    await until(lambda: num_unconnected() == 0)
+    for engine in world.engines.values():
+        engine.close()
     await world.client.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -24,7 +26,7 @@ from tests.house.test_configs import CONFIGS
 from tests.patience import PATIENCE_S
 from tests.processes import kill_all
 from tests.ray_cluster import BIN, until
-from tests.two_nodes import TwoNodes, wait_for_line
+from tests.two_nodes import Node, TwoNodes, wait_for_line
 
 pytestmark = pytest.mark.prove
 
@@ -175,9 +177,11 @@ def test_one_nodes_death_costs_the_others_clients_nothing(namespaces: TwoNodes, 
 
 
 def test_the_end_of_a_pod_loses_no_stream(namespaces: TwoNodes, server: subprocess.Popen[str]) -> None:
-    """Its node is drained by the command that Kubernetes runs before it ends the pod, with less time."""
+    """Its node is drained by the command that Kubernetes runs before it ends the pod, with less time, and then told to
+    end. Clients of either node have streams meanwhile.
+    """
     namespaces.keep_worker()
-    until(lambda: num_engines(namespaces) == 2)
+    until(lambda: num_engines(namespaces) == 2 and takes_requests(namespaces.worker))
     operations = yaml.safe_load((CONFIGS / "kuberay" / "production" / "workers.yaml").read_text())
     (hook,) = (each["value"]["preStop"] for each in operations if each["path"].endswith("/lifecycle"))
     drain = re.sub(r"(--deadline-remaining-seconds) \d+", r"\1 30", hook["exec"]["command"][-1].partition(";")[0])
@@ -186,13 +190,27 @@ def test_the_end_of_a_pod_loses_no_stream(namespaces: TwoNodes, server: subproce
     printed, _ = finding.communicate(timeout=PATIENCE_S)
     drain = f"{drain} --node-id {printed.split()[-1]}"
     path = os.pathsep.join((str(BIN), namespaces.environment["PATH"]))
-    pod = namespaces.worker.popen(["bash", "-c", drain], namespaces.environment | {"PATH": path})
     expected = asyncio.run(streams(namespaces.head.address))
-    while any(" ".join(each.cmdline()).startswith("ray::ServeReplica") for each in namespaces.worker.processes()):
-        assert asyncio.run(streams(namespaces.head.address)) == expected
-    printed, _ = pod.communicate(timeout=PATIENCE_S)
-    assert pod.returncode == 0, printed
+    with concurrent.futures.ThreadPoolExecutor() as clients:
+        of_worker = clients.submit(asyncio.run, streams(namespaces.worker.address))
+        time.sleep(0.3)
+        pod = namespaces.worker.popen(["bash", "-c", drain], namespaces.environment | {"PATH": path})
+        while any(" ".join(each.cmdline()).startswith("ray::ServeReplica") for each in namespaces.worker.processes()):
+            assert asyncio.run(streams(namespaces.head.address)) == expected
+        printed, _ = pod.communicate(timeout=PATIENCE_S)
+        assert pod.returncode == 0, printed
+        of_head = clients.submit(asyncio.run, streams(namespaces.head.address))
+        time.sleep(0.3)
+        namespaces.worker.ray.send_signal(signal.SIGTERM)
+        namespaces.worker.ray.communicate(timeout=PATIENCE_S)
+        assert of_worker.result() == of_head.result() == expected
     assert asyncio.run(streams(namespaces.head.address)) == expected
+
+
+def takes_requests(node: Node) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"http://{node.address}:{PORT}/-/healthz", trust_env=False).status_code == 200
+    return False
 
 
 def num_engines(namespaces: TwoNodes) -> int:

@@ -46,7 +46,7 @@ def num_equal(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-@pytest.mark.parametrize("capacity", [64, 256, 1024])
+@pytest.mark.parametrize("capacity", [64, 256, pytest.param(1024, marks=pytest.mark.prove)])
 def test_the_index_equals_a_search(capacity: int) -> None:
     """Answers of five letters, of which the oldest are overwritten. A text ends like a place in what is left, and the
     proposal is what followed there, or at another place with the longest match.

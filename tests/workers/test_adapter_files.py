@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -73,7 +74,7 @@ KEYS: dict[str, Any] = {
     "trainable_token_indices": [[1, 2]],
     "alora_invocation_tokens": [[5]],
     "layer_replication": [[[0, 2]]],
-    "target_parameters": [["mlp.experts"]],
+    "target_parameters": ["mlp.experts", [5]],
     "rank_pattern": [{"q_proj": 0}, {"(": 4}, {"a" * 2000: 4}, ["q_proj"]],
     "alpha_pattern": [{"q_proj": "4"}],
     "target_modules": [[5]],
@@ -88,6 +89,12 @@ def test_a_key_that_changes_what_is_computed_is_refused_by_its_name(
     with pytest.raises(ConfigError) as refused:
         read_adapter(str(folder), 2**20)
     assert refused.value.key.startswith(key)
+
+
+def test_a_parameter_that_no_tensor_is_of_is_refused(folder: pathlib.Path) -> None:
+    configure(folder, target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(ModelError, match=r"target parameter mlp\.experts\.gate_up_proj"):
+        read_adapter(str(folder), 2**20)
 
 
 def test_an_unknown_key_and_a_pattern_that_backtracks_are_no_trap(folder: pathlib.Path) -> None:
@@ -237,6 +244,43 @@ def test_the_digest_is_of_the_values(folder: pathlib.Path, made: pathlib.Path) -
 
     retensor(folder, add)
     assert digest() != first
+
+
+def test_adapters_of_the_hub_and_behind_urls(
+    made: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache has one, and a file system that fsspec knows has others."""
+    commit, repository = "0123456789" * 4, tmp_path / "models--somebody--adapter"
+    shutil.copytree(made, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    file = pathlib.Path(adapters_of(checkpoint("llama")).convert("damaged", tmp_path / "adapter.gguf"))
+    expected = {each: read_adapter(str(each), 2**20).digest for each in (made, file)}
+    for path, of in (
+        ("somebody/adapter", made),
+        (f"somebody/adapter@{commit}", made),
+        (made.as_uri(), made),
+        (f"{made.as_uri()}/", made),
+        (file.as_uri(), file),
+    ):
+        found = read_adapter(path, 2**20)
+        assert (found.source, found.digest) == (path, expected[of])
+    for path, named in (
+        ("somebody/else", "cannot be reached"),
+        ("somebody/else/adapter", "no such folder"),
+        ((tmp_path / "nowhere").as_uri(), "nowhere holds no adapter"),
+        ("unknown://bucket/adapter", r"unknown://bucket/adapter cannot be read \(ValueError"),
+    ):
+        with pytest.raises(ModelError, match=named):
+            read_adapter(path, 2**20)
+    with pytest.raises(ModelError, match="raise max_adapter_bytes"):
+        read_adapter(made.as_uri(), 500)
+    damaged = pathlib.Path(shutil.copytree(made, tmp_path / "damaged"))
+    configure(damaged, r=0)
+    with pytest.raises(ModelError, match=f"{damaged.as_uri()}/adapter_config.json"):
+        read_adapter(damaged.as_uri(), 2**20)
 
 
 FILES: dict[str, dict[str, Any]] = {

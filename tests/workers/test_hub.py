@@ -23,9 +23,11 @@ HUB_ID = "somebody/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PROMPT = [5, 6, 7, 8]
 PROGRAM = f"""
+import sys
 from manta.cluster.llm import LLM, SamplingParams
 llm = LLM("{HUB_ID}", dtype="float32", kv_cache_bytes=2**22)
 print(llm.generate([{PROMPT}], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids)
+assert not {{"transformers", "torch._dynamo"}} & set(sys.modules), "they take seconds to import"
 """
 
 RESOLVES = """

@@ -247,9 +247,9 @@ def changed(folder: pathlib.Path, to: pathlib.Path, keys: dict[str, Any]) -> pat
 
 
 def logits_of(folder: pathlib.Path, tokens: list[int]) -> torch.Tensor:
-    """Logits of chunks of a prompt and of decodes."""
+    """Logits of chunks of a prompt and of decodes, which begin a block of the cache."""
     cache = Cache(folder)
-    pieces = [tokens[:33], tokens[33:40], tokens[40:90], *([token] for token in tokens[90:])]
+    pieces = [tokens[:33], tokens[33:40], tokens[40:108], *([token] for token in tokens[108:])]
     with torch.inference_mode(), on_one_thread():
         return torch.cat([cache.run((0, piece))[0] for piece in pieces])
 

@@ -83,6 +83,7 @@ class OtherPlatform:
     groups_layers = False
     splits_mlp = False
     adapting = None
+    expert_adapting = None
     advice = None
     sampler = torch_sampler
 

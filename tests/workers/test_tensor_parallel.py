@@ -6,7 +6,6 @@ rank ever disagreed.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import random
 import time
@@ -16,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
@@ -30,7 +28,7 @@ from manta.workers.models.weight_specs import Split, WeightPart
 from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config, split_outputs
 from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
-from tests.adapters import adapters_of
+from tests.adapters import adapters_of, write_adapter
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.draft_heads import folder_with_head
 from tests.eagle3_heads import eagle3_folder
@@ -262,16 +260,16 @@ def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: 
 
 @pytest.mark.prove
 def test_ranks_that_divide_experts_split_adapters_of_shared_experts(two: RankProcesses, tmp_path: pathlib.Path) -> None:
-    folder, halves = folder_of("qwen3_next"), {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if name.endswith(("shared_expert.up_proj.weight", "shared_expert.down_proj.weight", "o_proj.weight")):
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            halves[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1])
-            halves[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4)
-    save_file(halves, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj", "down_proj", "o_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert_same_adapted(two, str(folder), str(tmp_path), expert_parallel=True)
+    modules = "shared_expert.up_proj", "shared_expert.down_proj", "o_proj"
+    adapter = write_adapter(folder_of("qwen3_next"), tmp_path / "adapter", modules, 4)
+    assert_same_adapted(two, str(folder_of("qwen3_next")), str(adapter), expert_parallel=True)
+
+
+@pytest.mark.prove
+def test_ranks_split_adapters_of_experts_as_they_split_these(two: RankProcesses, tmp_path: pathlib.Path) -> None:
+    base = checkpoint("mixtral", dtype="float32")
+    modules = tuple(f"experts.{expert}.{name}" for expert in range(4) for name in ("w1", "w2", "w3"))
+    assert_same_adapted(two, str(base), str(write_adapter(base, tmp_path / "adapter", modules, 5)))
 
 
 def assert_same_adapted(ranks: RankProcesses, folder: str, adapter: str, **options: Any) -> None:

@@ -7,13 +7,14 @@ numbers of those that a step's sequences have. An adapter is known by the digest
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from manta.workers.adapters.adapter_files import read_adapter
-from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule
+from manta.workers.adapters.expert_places import AdapterPiece, ExpertPlace, Join, adapted_experts, stacked_key
+from manta.workers.adapters.low_rank_adapter import Adapter, wrong_shape
 from manta.workers.checkpoints.formats.head_orders import in_halves
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.adapted_linear import (
@@ -27,6 +28,7 @@ from manta.workers.kernels.adapted_linear import (
 from manta.workers.kernels.weights import Linear
 from manta.workers.model_info import AdapterInfo
 from manta.workers.models.model_config import ModelError
+from manta.workers.models.specs import ExpertsSpec
 from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 from manta.workers.ranks.rank_worker import ReadAdapter
 
@@ -34,9 +36,27 @@ _EXPERTS = "experts"
 """The name of a layer's experts in all checkpoints."""
 
 
-class _Place(NamedTuple):
+class AdapterPlace(NamedTuple):
+    """A linear of the model that takes adapters."""
+
     spec: LinearSpec
+    """Its description, as the model's family gives it."""
+    stored: LinearSpec
+    """The same, with its parts as the checkpoint stores them."""
     linear: AdaptedLinear
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the modules that change it."""
+        return {part.name for part in self.stored.parts}
+
+    def pieces(self, adapter: Adapter, _: Mapping[str, str]) -> list[AdapterPiece | None]:
+        """Returns what an adapter adds to each part; None where it adds nothing."""
+        modules = adapter.modules
+        return [
+            AdapterPiece(part, part.name, modules[part.name]) if part.name in modules else None
+            for part in self.stored.parts
+        ]
 
 
 class _Held(NamedTuple):
@@ -53,7 +73,7 @@ class FittedAdapter(NamedTuple):
     num_modules: int
     """Number of the model's modules that it changes."""
     base_model: str
-    low_ranks: list[tuple[AdaptedLinear, LowRank]]
+    low_ranks: list[tuple[AdapterPlace | ExpertPlace, LowRank]]
 
     @property
     def num_bytes(self) -> int:
@@ -62,19 +82,28 @@ class FittedAdapter(NamedTuple):
 
 class AdapterBank:
     """Holds adapters of at most `max_bytes` together, with values in `dtype`. `shard` is the rank's share, None for all
-    of the model. `head_dim` is the width of the model's heads, which adapters of GGUF files need. Not thread-safe,
-    except for `read`.
+    of the model. `head_dim` is the width of the model's heads, which adapters of GGUF files need. `expert_adapting`
+    makes linears with a single adapter, for routed experts; None if these take none. Not thread-safe, except for
+    `read`.
     """
 
     def __init__(
-        self, adapting: LinearAdapting, dtype: torch.dtype, max_bytes: int, shard: Shard | None, head_dim: int = 0
+        self,
+        adapting: LinearAdapting,
+        dtype: torch.dtype,
+        max_bytes: int,
+        shard: Shard | None,
+        head_dim: int = 0,
+        expert_adapting: LinearAdapting | None = None,
     ) -> None:
         self._adapting = adapting
         self._dtype = dtype
         self._max_bytes = max_bytes
         self._shard = shard
         self._head_dim = head_dim
-        self._places: list[_Place] = []
+        self._expert_adapting = expert_adapting
+        self._places: list[AdapterPlace] = []
+        self._expert_places: list[ExpertPlace] = []
         self._other_modules: frozenset[str] = frozenset()
         self._held: dict[str, _Held] = {}
         """The adapters by their digests."""
@@ -83,11 +112,26 @@ class AdapterBank:
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
-    def around(self, linear: Linear, spec: LinearSpec) -> Linear:
-        """Returns a linear with adapters that computes what `linear` does, whose description is `spec`."""
+    def around(self, linear: Linear, spec: LinearSpec, stored: LinearSpec) -> Linear:
+        """Returns a linear with adapters that computes what `linear` does. Its description is `spec`, and `stored` with
+        its parts as the checkpoint stores them.
+        """
         around, adapted = adapt(linear, self._adapting)
-        self._places.append(_Place(spec, adapted))
+        self._places.append(AdapterPlace(spec, stored, adapted))
         return around
+
+    def joining(self, join: Join, spec: ExpertsSpec) -> Join:
+        """Returns a function that joins the experts of a layer as `join` does, and lets them take adapters if they can:
+        if a rank has its share of each of them, and no rank gathers what another one computes.
+        """
+        gathers = self._shard is not None and any(linear.gathers for expert in spec.own for linear in expert)
+        if self._expert_adapting is None or spec.held is not None or gathers:
+            return join
+        return adapted_experts(join, self._expert_adapting, spec, self._expert_places)
+
+    @property
+    def _all_places(self) -> Sequence[AdapterPlace | ExpertPlace]:
+        return [*self._places, *self._expert_places]
 
     def note_modules(self, names: Iterable[str]) -> None:
         """Notes the names of all modules of the model, for messages."""
@@ -122,15 +166,14 @@ class AdapterBank:
     def read(self, path: str) -> FittedAdapter:
         """Reads the adapter in a folder, in the form for this rank's linears. Raises `ModelError` as `load` does."""
         adapter = read_adapter(path, self._max_bytes)
-        known = {part.name for place in self._places for part in place.spec.parts}
-        for module in adapter.modules:
-            if module not in known:
-                raise ModelError(_why_unknown(adapter, module, self._has(module)))
-        low_ranks = [
-            (place.linear, self._low_rank(adapter, place.spec))
-            for place in self._places
-            if any(part.name in adapter.modules for part in place.spec.parts)
-        ]
+        places = self._all_places
+        known: set[str] = set().union(*(place.names for place in places))
+        stacked = {stacked_key(name): name for name, module in adapter.modules.items() if module.num_experts}
+        for name, module in adapter.modules.items():
+            if (stacked_key(name) if module.num_experts else name) not in known:
+                raise ModelError(_why_unknown(adapter, name, self._has(name)))
+        found = ((place, place.pieces(adapter, stacked)) for place in places)
+        low_ranks = [(place, self._low_rank(adapter, place.spec, pieces)) for place, pieces in found if any(pieces)]
         return FittedAdapter(adapter.digest, adapter.rank, len(adapter.modules), adapter.base_model, low_ranks)
 
     def _has(self, module: str) -> bool:
@@ -148,8 +191,8 @@ class AdapterBank:
         if not self._free_numbers or self._num_bytes + adapter.num_bytes > self._max_bytes:
             return False
         number = heapq.heappop(self._free_numbers)
-        for linear, low_rank in adapter.low_ranks:
-            linear.hold(number, low_rank)
+        for place, low_rank in adapter.low_ranks:
+            place.linear.hold(number, low_rank)
         self._held[adapter.digest] = _Held(number, adapter.num_bytes)
         self._num_bytes += adapter.num_bytes
         return True
@@ -164,41 +207,39 @@ class AdapterBank:
         held = self._held.pop(digest, None)
         if held is None:
             return
-        for place in self._places:
+        for place in self._all_places:
             place.linear.drop(held.number)
         heapq.heappush(self._free_numbers, held.number)
         self._num_bytes -= held.num_bytes
 
-    def _low_rank(self, adapter: Adapter, spec: LinearSpec) -> LowRank:
-        """Returns the rank's share of what an adapter adds to one linear."""
-        own = dict.fromkeys(part.name for part in spec.parts if part.name in adapter.modules)
-        firsts, rank = {}, 0
-        for name in own:
-            firsts[name] = rank
-            rank += len(adapter.modules[name].a)
-        a = torch.cat([self._inputs(adapter, name, spec) for name in own])
-        parts, first_output = [], 0
-        for part in spec.parts:
-            num_outputs = self._num_outputs(part)
-            if part.name in own:
-                module = adapter.modules[part.name]
-                b = self._outputs(adapter, part, module).to(self._dtype).T.contiguous()
-                parts.append(LowRankPart(b, firsts[part.name], first_output, module.scale))
-            first_output += num_outputs
-        return LowRank(a.to(self._dtype).contiguous(), tuple(parts))
+    def _low_rank(self, adapter: Adapter, spec: LinearSpec, pieces: Sequence[AdapterPiece | None]) -> LowRank:
+        """Returns the rank's share of what an adapter adds to the parts of one linear."""
+        firsts: dict[str, int] = {}
+        inputs, parts, rank, first_output = [], [], 0, 0
+        for of_linear, piece in zip(spec.parts, pieces, strict=True):
+            if piece is not None:
+                if piece.name not in firsts:
+                    firsts[piece.name] = rank
+                    inputs.append(self._inputs(adapter, piece, spec))
+                    rank += len(inputs[-1])
+                b = self._outputs(adapter, piece).to(self._dtype).T.contiguous()
+                parts.append(LowRankPart(b, firsts[piece.name], first_output, piece.module.scale))
+            first_output += self._num_outputs(of_linear)
+        return LowRank(torch.cat(inputs).to(self._dtype).contiguous(), tuple(parts))
 
-    def _inputs(self, adapter: Adapter, name: str, spec: LinearSpec) -> torch.Tensor:
-        a = adapter.modules[name].a
+    def _inputs(self, adapter: Adapter, piece: AdapterPiece, spec: LinearSpec) -> torch.Tensor:
+        a = piece.module.a
         if a.shape[1] != spec.in_features:
-            raise ModelError(_wrong_shape(adapter, name, "A", a, f"[rank, {spec.in_features}]"))
+            raise wrong_shape(adapter, piece.name, "A", a, f"[rank, {spec.in_features}]")
         if self._shard is None:
             return a
-        return self._shard.take(WeightPart(name, spec.out_features, Split.NOTHING), spec.splits_inputs, a)
+        return self._shard.take(WeightPart(piece.name, spec.out_features, Split.NOTHING), spec.splits_inputs, a)
 
-    def _outputs(self, adapter: Adapter, part: WeightPart, module: LowRankModule) -> torch.Tensor:
+    def _outputs(self, adapter: Adapter, piece: AdapterPiece) -> torch.Tensor:
+        part, module = piece.part, piece.module
         num_rows = part.stored_rows or part.out_features
         if len(module.b) != num_rows:
-            raise ModelError(_wrong_shape(adapter, part.name, "B", module.b, f"[{num_rows}, rank]"))
+            raise wrong_shape(adapter, piece.name, "B", module.b, f"[{num_rows}, rank]")
         return self._share_of(part, in_halves(module.b, self._head_dim) if module.is_interleaved else module.b)
 
     def _num_outputs(self, part: WeightPart) -> int:
@@ -217,15 +258,9 @@ class AdapterBank:
 def _why_unknown(adapter: Adapter, module: str, is_there: bool) -> str:
     if is_there:
         return (
-            f"{adapter.folder} changes {module}, which takes no adapters here; linears of attention, of other mixers "
-            "and of MLPs do: embeddings, heads, routers and routed experts have to be merged into the model"
+            f"{adapter.source} changes {module}, which takes no adapters here; linears of attention, of other mixers "
+            "and of MLPs do, and on CPUs those of experts unless ranks have whole ones: embeddings, heads and routers "
+            "have to be merged into the model"
         )
     base = f", and names the base model {adapter.base_model}" if adapter.base_model else ""
-    return f"{adapter.folder} changes {module}, which this model does not have{base}; take the adapter's own base model"
-
-
-def _wrong_shape(adapter: Adapter, module: str, half: str, tensor: torch.Tensor, wanted: str) -> str:
-    return (
-        f"{adapter.folder}: lora_{half} of {module} has shape {list(tensor.shape)}, and this model asks for {wanted}; "
-        "take the adapter's own base model"
-    )
+    return f"{adapter.source} changes {module}, which this model does not have{base}; take the adapter's own base model"

@@ -14,10 +14,10 @@ import re
 import shutil
 import time
 
-from manta.workers.adapters.adapter_files import WEIGHTS, read_adapter
+from manta.workers.adapters.adapter_files import read_adapter
 from manta.workers.adapters.gguf_adapter import SUFFIX
 from manta.workers.adapters.low_rank_adapter import read_bounded
-from manta.workers.adapters.peft_config import CONFIG
+from manta.workers.adapters.peft_config import CONFIG, WEIGHTS
 from manta.workers.cache_folder import cache_entry, write_private
 from manta.workers.checkpoints.stored_files import COPY_AGAIN, MOST_JSON_BYTES, read_text
 from manta.workers.models.model_config import ModelError

@@ -12,31 +12,41 @@ import pathlib
 
 import torch
 
+from manta.workers.adapters.adapter_sources import local_adapter
 from manta.workers.adapters.gguf_adapter import SUFFIX, read_gguf_adapter
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, digest_of, matrix_of, read_bounded
-from manta.workers.adapters.peft_config import CONFIG, PeftConfig, read_peft_config
+from manta.workers.adapters.peft_config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
 from manta.workers.checkpoints.memory import TensorEntry, read_header, usual_name
 from manta.workers.checkpoints.stored_files import COPY_AGAIN, find_file, lfs_pointer
 from manta.workers.models.model_config import ModelError
 
-WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _HALVES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_INNER = ".base_layer"
+_WRAPPERS = (".experts", f".experts{_INNER}")
+"""Ends of the names of what changes a parameter of all experts of a layer. PEFT wraps a second one around the first."""
+_GATED, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
+"""Names of these parameters."""
 
 
 def read_adapter(path: str, max_bytes: int) -> Adapter:
-    """Reads an adapter's folder, or its GGUF file. `max_bytes` is the memory that adapters may take: stored in float32
-    and kept in bfloat16, the file may have twice as many.
+    """Reads an adapter's folder, or its GGUF file; `path` is that of `local_adapter`. `max_bytes` is the memory that
+    adapters may take: stored in float32 and kept in bfloat16, the file may have twice as many.
 
     Raises `ModelError` naming the file, key or tensor that is missing, damaged or not supported.
     """
-    folder = pathlib.Path(path).expanduser()
+    with local_adapter(path, max_bytes) as local:
+        return _read(local, max_bytes)._replace(source=path)
+
+
+def _read(folder: pathlib.Path, max_bytes: int) -> Adapter:
     if folder.suffix == SUFFIX and folder.is_file():
         return read_gguf_adapter(folder, max_bytes)
     if not folder.is_dir():
         raise ModelError(
-            f"adapter {path}: there is no such folder; give a local folder that PEFT saved, or an adapter's GGUF file"
+            f"adapter {folder}: there is no such folder; give a folder that PEFT saved, an adapter's GGUF file, a hub "
+            "id or a URL"
         )
     if find_file(folder, CONFIG) is None:
         raise ModelError(f"adapter {folder} holds no {CONFIG}; give a folder that PEFT saved with save_pretrained")
@@ -80,11 +90,17 @@ def _assembled(folder: pathlib.Path, config: PeftConfig, tensors: dict[str, torc
         module = usual_name(name.removeprefix(_PREFIX).removesuffix(suffix))
         if halves.setdefault(module, {}).setdefault(_HALVES[suffix], tensor) is not tensor:
             raise ModelError(f"{folder / WEIGHTS}: module {module} has its lora_{_HALVES[suffix]} twice")
-    modules = {name: _module(folder, config, name, own) for name, own in sorted(halves.items())}
+    wrapped = {name: halves.pop(name) for name in list(halves) if config.parameters and name.endswith(_WRAPPERS)}
+    modules = {name: _module(folder, config, name, own) for name, own in halves.items()}
+    modules |= _stacked_modules(folder, config, wrapped)
+    modules = dict(sorted(modules.items()))
     for target in config.targets or ():
         if not any(f".{name}".endswith(f".{target}") for name in modules):
             raise ModelError(f"{folder}: {CONFIG} names the target module {target}, and no tensor is of one")
-    return Adapter(folder, config.base_model, digest_of(modules), modules)
+    for parameter in config.parameters:
+        if not any(f".{name}".endswith(f".{parameter.removesuffix('.weight')}") for name in modules):
+            raise ModelError(f"{folder}: {CONFIG} names the target parameter {parameter}, and no tensor is of one")
+    return Adapter(str(folder), config.base_model, digest_of(modules), modules)
 
 
 def _module(folder: pathlib.Path, config: PeftConfig, name: str, halves: dict[str, torch.Tensor]) -> LowRankModule:
@@ -98,3 +114,28 @@ def _module(folder: pathlib.Path, config: PeftConfig, name: str, halves: dict[st
             f"{list(a.shape)} and {list(b.shape)}; {COPY_AGAIN}"
         )
     return LowRankModule(a, b, config.scale_of(name))
+
+
+def _stacked_modules(
+    folder: pathlib.Path, config: PeftConfig, wrapped: dict[str, dict[str, torch.Tensor]]
+) -> dict[str, LowRankModule]:
+    """Joins the two halves of modules of all experts of a layer, under the names of the parameters that they change,
+    which PEFT does not store: of two it wraps the second linear's around the first one's.
+    """
+    leaves = [leaf for leaf in (*_GATED, _DOWN) if any(each.rpartition(".")[2] == leaf for each in config.parameters)]
+    modules = {}
+    for container in sorted({name.removesuffix(_INNER) for name in wrapped}):
+        own = [wrapped[name] for name in (container + _INNER, container) if name in wrapped]
+        if len(own) != len(leaves) or any(len(halves) < len(_HALVES) for halves in own):
+            raise ModelError(f"{folder / WEIGHTS}: {container} and the parameters of {CONFIG} differ; {COPY_AGAIN}")
+        for leaf, halves in zip(leaves, own, strict=True):
+            name, (a, b) = f"{container}.{leaf}", (halves["A"], halves["B"])
+            rank = config.rank_of(name)
+            if len(a) != b.shape[1] or len(a) % rank:
+                raise ModelError(
+                    f"{folder / WEIGHTS}: the rank of {name} is {rank} in {CONFIG}, and its tensors have the shapes "
+                    f"{list(a.shape)} and {list(b.shape)}; {COPY_AGAIN}"
+                )
+            of_all = len(a) // rank, config.is_old
+            modules[name] = LowRankModule(a, b, config.scale_of(name), False, *of_all)
+    return modules

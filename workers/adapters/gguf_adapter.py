@@ -73,4 +73,4 @@ def _assembled(
         modules[module] = LowRankModule(a, b, scale, architecture.interleaves_heads and is_rotated)
     if not modules:
         raise ModelError(f"{path} holds no tensors; {COPY_AGAIN}")
-    return Adapter(path, "", digest_of(modules), modules)
+    return Adapter(str(path), "", digest_of(modules), modules)

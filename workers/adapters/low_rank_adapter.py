@@ -27,13 +27,32 @@ class LowRankModule(NamedTuple):
     scale: float
     is_interleaved: bool = False
     """Whether the two halves of each head are interleaved in the rows of `b`, as llama.cpp stores them."""
+    num_experts: int = 0
+    """Number of experts that it is of together: `a` is then [num_experts * rank, in_features], and `b` is
+    [out_features, rank * num_experts], as PEFT stores them. 0 for a module of its own.
+    """
+    is_of_old_peft: bool = False
+    """Whether PEFT before 0.19 saved it. That one takes a parameter [experts, outputs, inputs] for one of
+    [experts, inputs, outputs], so inputs and outputs have changed places in the two halves.
+    """
+
+    @property
+    def rank(self) -> int:
+        return len(self.a) // max(1, self.num_experts)
+
+    def of_expert(self, expert: int, has_outputs_first: bool) -> LowRankModule:
+        """Returns what it adds to one of its experts. If the halves have changed places, `has_outputs_first` is set."""
+        a = self.a.view(self.num_experts, self.rank, -1)[expert]
+        b = self.b.view(len(self.b), self.rank, self.num_experts)[:, :, expert]
+        first, second = (b.T, a.T) if has_outputs_first else (a, b)
+        return LowRankModule(first, second, self.scale)
 
 
 class Adapter(NamedTuple):
     """An adapter as it was read."""
 
-    folder: pathlib.Path
-    """Its folder, or its GGUF file."""
+    source: str
+    """The path, hub id or URL that it was read from."""
     base_model: str
     """The base model that it names; empty if it names none."""
     digest: str
@@ -44,7 +63,7 @@ class Adapter(NamedTuple):
     @property
     def rank(self) -> int:
         """The highest rank of a module."""
-        return max(len(module.a) for module in self.modules.values())
+        return max(module.rank for module in self.modules.values())
 
 
 def matrix_of(file: pathlib.Path, name: str, kind: str, shape: tuple[int, ...], content: memoryview) -> torch.Tensor:
@@ -67,6 +86,8 @@ def digest_of(modules: dict[str, LowRankModule]) -> str:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name, module in modules.items():
         order = " interleaved" if module.is_interleaved else ""
+        if module.num_experts:
+            order = f" {module.num_experts} {module.is_of_old_peft}"
         digest.update(f"{name} {module.scale!r} {module.a.dtype} {module.a.shape} {module.b.shape}{order}\0".encode())
         for half in (module.a, module.b):
             digest.update(half.contiguous().view(torch.uint8).numpy().data)
@@ -82,3 +103,11 @@ def read_bounded(path: pathlib.Path, max_bytes: int) -> bytearray:
     if len(data) > 2 * max_bytes:
         raise ModelError(f"{path} has more than twice {max_bytes} bytes; raise max_adapter_bytes")
     return data
+
+
+def wrong_shape(adapter: Adapter, module: str, half: str, tensor: torch.Tensor, wanted: str) -> ModelError:
+    """Returns the error for a half of a module that does not fit the base model."""
+    return ModelError(
+        f"{adapter.source}: lora_{half} of {module} has shape {list(tensor.shape)}, and this model asks for {wanted}; "
+        "take the adapter's own base model"
+    )

@@ -18,6 +18,8 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
 
 CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+"""The file beside it."""
 MOST_RANK = 4096
 """Highest rank: published adapters have up to 512, and a linear of this rank is no longer low-rank."""
 _MOST_ALPHA = 1e6
@@ -35,7 +37,6 @@ _OTHER_KINDS = (
 _OTHER_VALUES = (
     "modules_to_save",
     "layer_replication",
-    "target_parameters",
     "trainable_token_indices",
     "alora_invocation_tokens",
     "arrow_config",
@@ -57,7 +58,6 @@ _OF_TRAINING = (
     "megatron_config",
     "megatron_core",
     "monteclora_config",
-    "peft_version",
     "qalora_group_size",
     "revision",
     "task_type",
@@ -80,6 +80,10 @@ class PeftConfig(NamedTuple):
     targets: tuple[str, ...] | None
     """Ends of the names of its modules; None if the configuration has an expression."""
     base_model: str
+    parameters: tuple[str, ...] = ()
+    """Ends of the names of the parameters that are no module's, such as those of all experts of a layer."""
+    is_old: bool = False
+    """Whether PEFT before 0.19 saved it."""
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module, given its name in the base model."""
@@ -114,11 +118,19 @@ def read_peft_config(folder: pathlib.Path) -> PeftConfig:
         alphas={key: _alpha(value) for key, value in _patterns(raw, "alpha_pattern")},
         targets=None if isinstance(raw["target_modules"].value, str) else raw["target_modules"].texts(),
         base_model=raw["base_model_name_or_path"].text(""),
+        parameters=raw["target_parameters"].texts(),
+        is_old=_is_old(raw["peft_version"].text("")),
     )
     raw.ignore(*_OF_TRAINING)
     if unknown := raw.unread():
         raise ModelError(f"{folder / CONFIG}: {unknown[0]} is not known, and may change what the adapter computes")
     return config
+
+
+def _is_old(version: str) -> bool:
+    """Returns whether a version is below 0.19. Versions below 0.18 are not stored."""
+    numbers = [int(each) for each in version.split(".")[:2] if each.isdecimal()]
+    return not version or (len(numbers) == 2 and numbers < [0, 19])
 
 
 def _alpha(value: RawValue) -> float:

@@ -14,6 +14,7 @@ import msgspec
 from manta.workers.checkpoints.folder_kinds import why_no_checkpoint, why_no_folder
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.checkpoints.gguf_parts import models_in
+from manta.workers.checkpoints.hub import download
 from manta.workers.checkpoints.stored_files import MOST_JSON_BYTES, find_file, read_json
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.models.dense import MOST_LAYERS
@@ -57,32 +58,7 @@ def resolve_model_folder(name: str) -> pathlib.Path:
         raise ModelError(reason)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(f"there is no folder {name}")
-    return _download(name)
-
-
-def _download(name: str) -> pathlib.Path:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    hub_id, _, revision = name.partition("@")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            hub_id, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=["original/*"]
-        )
-    except HFValidationError as error:
-        raise ModelError(f"{hub_id!r} is neither a folder nor a Hugging Face hub id") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{hub_id!r} is no folder, and the Hugging Face hub cannot be reached to download it; "
-            "give a local folder, or connect to the hub (or a mirror, by HF_ENDPOINT)"
-        ) from error
-    except HfHubHTTPError as error:
-        raise ModelError(
-            f"the Hugging Face hub refused {name!r} ({error}); check its name, and for a gated model set HF_TOKEN"
-        ) from error
-    except OSError as error:
-        raise ModelError(f"downloading {hub_id!r} failed ({error}); give a local folder instead") from error
-    return pathlib.Path(folder)
+    return download(name, _HUB_FILES)
 
 
 def load_model_config(folder: str | pathlib.Path) -> ModelConfig:

@@ -23,9 +23,6 @@ from manta.workers.models.dense import MOST_LAYERS, read_dtype
 from manta.workers.models.model_config import ModelConfig, RopeConfig
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig
 
-# transformers maps Mllama's whole configuration to this class, which takes that of its text.
-transformers.AutoModelForCausalLM.register(transformers.MllamaTextConfig, transformers.MllamaForCausalLM, exist_ok=True)
-
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
 """Rope types whose angles depend on the position alone. `dynamic` and `longrope` also depend on the longest sequence of
@@ -132,13 +129,24 @@ keys, and transformers' cache forgets some of those that Moshi's mask shows.
 def read_config(folder: pathlib.Path, model_type: str) -> Any:
     """Returns transformers' configuration. Raises `ValueError` naming transformers' version if it cannot read it."""
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the code of each configuration raises what it likes
         version = transformers.__version__
         if model_type not in CONFIG_MAPPING:
             message = f"transformers {version} does not know it; a newer one may (pip install --upgrade transformers)"
             raise ValueError(message) from error
         raise ValueError(f"transformers {version} cannot read its config.json ({first_sentence(error)})") from error
+    register_model(config)
+    return config
+
+
+def register_model(config: Any) -> None:
+    """Tells transformers which class makes a model, where it does not know. It maps Mllama's whole configuration to a
+    class that takes the one of its text. Called for such a model only, because the import takes seconds.
+    """
+    if config.model_type in ("mllama", "mllama_text_model"):
+        models, text = transformers.AutoModelForCausalLM, transformers.MllamaTextConfig
+        models.register(text, transformers.MllamaForCausalLM, exist_ok=True)
 
 
 def first_sentence(error: Exception) -> str:

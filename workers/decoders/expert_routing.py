@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from manta.workers.kernels.adapted_experts import AdaptedExperts
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import DeepRouterWeights, ExpertsWeights
@@ -45,7 +46,10 @@ def run_experts(
         shares, chosen = shares.masked_fill(is_skipped, 0), chosen.masked_fill(is_skipped, 0)
     if experts.share_scales is not None:
         shares = shares * experts.share_scales[chosen]
-    total = experts.experts.forward(x, chosen, shares)
+    if isinstance(experts.experts, AdaptedExperts) and step is not None:
+        total = experts.experts.forward_adapted(x, chosen, shares, step)
+    else:
+        total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
         result = experts.shared.down.forward(experts.shared.gated.forward(x, step), step).float()
         if experts.shared_gate is not None:

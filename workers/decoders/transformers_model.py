@@ -27,6 +27,7 @@ from manta.workers.checkpoints.transformers_support import (
     first_position,
     layers_key,
     num_attention_calls,
+    register_model,
     text_config,
     uses_alibi,
 )
@@ -146,6 +147,7 @@ class TransformersModel:
         transformers.utils.logging.disable_progress_bar()
         weight_files(pathlib.Path(folder))  # raises for an index that names files elsewhere, which transformers reads
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        register_model(config)
         text = text_config(config)
         num_stored = num_attention_calls(text)
         _keep_first_layers(text, self.config.num_layers)

@@ -24,7 +24,7 @@ from manta.workers.jax_worker.draft_runner import JaxDraftRunner
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
-from manta.workers.jax_worker.planning import native_config, plan, resolve_dtype
+from manta.workers.jax_worker.planning import native_config, open_pools, plan, resolve_dtype
 from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
 from manta.workers.jax_worker.runner import JaxRunner
 from manta.workers.jax_worker.step_times import measure_steps
@@ -53,7 +53,6 @@ class JaxWorker:
     """
 
     keeper = None
-    adapters = None
 
     def __init__(
         self,
@@ -78,6 +77,9 @@ class JaxWorker:
         phases.end("config")
         dtype, positions = resolve_dtype(config.dtype, model_config.dtype), model_config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
+        self.adapters = open_pools(config, folder, model_config, dtype, mesh)
+        if self.adapters is not None:
+            phases.end("adapters")
         parameters = load_parameters(folder, model_config, dtype, mesh, longest)
         draft_parameters = None
         if draft_folder is not None and draft_config is not None:
@@ -105,7 +107,7 @@ class JaxWorker:
         )
         compiler = ProgramCompiler(config.num_threads or host.num_cores())
         others = (sizes.num_blocks, model_config.vocab_size, compiler)
-        model = ModelState(model_config, parameters, layers, mesh, limits, *others)
+        model = ModelState(model_config, parameters, layers, mesh, limits, *others, self.adapters)
         self.runner = JaxRunner(model, self.sequences, compiler, draws, num_hosts > 1)
         self.draft: JaxDraftRunner | None = None
         if draft_config is not None and draft_parameters is not None:
@@ -136,6 +138,7 @@ class JaxWorker:
             kernels=f"{'pallas' if is_tpu(mesh) else 'xla'}, {mesh.size} devices",
             load_seconds=sum(phases.seconds.values()),
             load_phases=phases.seconds,
+            adapters={} if self.adapters is None else self.adapters.loaded,
             is_asynchronous=is_tpu(mesh),
         )
         logger.info("loaded %s in %.1f s on %s", folder, self.info.load_seconds, mesh)

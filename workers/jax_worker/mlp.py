@@ -14,13 +14,16 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from manta.workers.jax_worker.layer_arrays import ExpertsArrays, GatedMlpArrays, LinearArrays
+from manta.workers.jax_worker.low_rank import AdaptedArrays, add_low_rank
 from manta.workers.jax_worker.mesh import AXIS
 from manta.workers.models.model_config import LEAST_SUM, ExpertsConfig, ModelConfig
 from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec, LinearSpec
 
 
-def linear(x: jax.Array, weights: LinearArrays) -> jax.Array:
+def linear(x: jax.Array, weights: LinearArrays | AdaptedArrays) -> jax.Array:
     """Returns x [n, in_features] times the weight, [n, out_features]. In float32 a TPU uses full precision."""
+    if isinstance(weights, AdaptedArrays):
+        return add_low_rank(linear(x, weights.linear), x, weights)
     product = jax.lax.dot_general(x, weights.weight, (((1,), (1,)), ((), ())), precision=precision_of(x))
     return product if weights.bias is None else product + weights.bias
 

@@ -5,6 +5,7 @@ programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.jax_worker.attention import AttentionForm, page_dtype, page_head_dim
 from manta.workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
 from manta.workers.jax_worker.layer_arrays import Parameters
@@ -29,6 +31,9 @@ from manta.workers.step import SCRATCH_STATE, ZERO_STATE, StateUse
 _TILE = 8, 128
 """Rows and columns of a tile of float32 numbers, of which a TPU fills whole ones with an array's last two dimensions.
 """
+
+if TYPE_CHECKING:
+    from manta.workers.jax_worker.adapter_pools import AdapterPools
 
 
 class Limits:
@@ -62,7 +67,7 @@ class Limits:
 
 class ModelState:
     """A model with `num_blocks` KV blocks, in which its layers have the places of `layers`. Its logits are `vocab_size`
-    wide.
+    wide. `adapters` are those that its sequences may have; without them they have none.
     """
 
     def __init__(
@@ -75,12 +80,14 @@ class ModelState:
         num_blocks: int,
         vocab_size: int,
         compiler: ProgramCompiler,
+        adapters: AdapterPools | None = None,
     ) -> None:
         self.config = config
         self.parameters = parameters
         self.mesh = mesh
         self.limits = limits
         self.num_blocks = num_blocks
+        self.adapters = adapters
         self._dtype = parameters.embedding.dtype
         self._num_pages = layers.layers_per_block
         heads = config.heads
@@ -100,6 +107,8 @@ class ModelState:
             shapes=limits.shapes,
             point_sizes=limits.point_sizes,
             vocab_size=vocab_size,
+            pools={} if adapters is None else adapters.pools,
+            rank_sizes=[] if adapters is None else adapters.rank_sizes,
         )
 
     def allocate(self) -> None:
@@ -139,17 +148,23 @@ class ModelState:
         drawn: jax.Array | None = None,
         sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
         states: Sequence[StateUse] = (),
+        keys: Sequence[AdapterKey | None] = (),
     ) -> np.ndarray:
-        """Starts the forward pass of a batch, with the arguments of `batch.pack`, and returns the packed batch. `drawn`
-        is on the first device.
+        """Starts the forward pass of a batch, with the arguments of `batch.pack`, and returns what the host sends to
+        the devices. `drawn` is on the first device. `keys` are the adapters of the sequences, if any has one.
         """
         shape = next(each for each in self.limits.shapes if each.num_tokens >= len(token_ids))
         packed = pack(shape, token_ids, starts, lens, block_tables, sources, states)
         tokens = self._no_tokens if drawn is None else jax.device_put(drawn, replicated(self.mesh))
-        program = self.programs.forward[shape.num_tokens]
-        kept = self.pages, self.states, self.hidden
-        self.pages, self.states, self.hidden = program(self.parameters, *kept, tokens, place(self.mesh, packed))
-        return packed
+        arguments = self.parameters, self.pages, self.states, self.hidden, tokens, place(self.mesh, packed)
+        if not keys:
+            self.pages, self.states, self.hidden = self.programs.forward[shape.num_tokens](*arguments)
+            return packed
+        assert self.adapters is not None, "the engine refuses adapters that the worker does not hold"
+        num_ranks, of_adapters = self.adapters.pack(shape.num_tokens, keys, lens)
+        program, sent = self.programs.forward_with_adapters[shape.num_tokens, num_ranks], place(self.mesh, of_adapters)
+        self.pages, self.states, self.hidden = program(self.adapters.pools, sent, *arguments)
+        return np.concatenate([packed, of_adapters])
 
     def measured_forward(self, token_ids: np.ndarray, block_tables: np.ndarray) -> None:
         """Starts the forward pass of one sequence's first tokens, whose states nobody reads."""

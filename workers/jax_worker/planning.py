@@ -1,8 +1,11 @@
-"""Plans what a mesh can hold: the model's family and dtype, and the KV cache of each device. Reads no weights."""
+"""Plans what a mesh can hold: the model's family and dtype, its adapters, and the KV cache of each device. Reads no
+weights.
+"""
 
 from __future__ import annotations
 
 import pathlib
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
@@ -15,6 +18,9 @@ from manta.workers.kv_groups import LayerGroups
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_variants
+
+if TYPE_CHECKING:
+    from manta.workers.jax_worker.adapter_pools import AdapterPools
 
 TPU_KV_SHARE = 0.9
 """Share of a TPU's free memory for the KV cache; the rest is for the largest step."""
@@ -44,6 +50,19 @@ def resolve_dtype(asked: str, of_checkpoint: str) -> str:
     if asked != "auto":
         return asked
     return "bfloat16" if of_checkpoint == "float16" else of_checkpoint
+
+
+def open_pools(
+    options: ModelOptions, folder: pathlib.Path, config: ModelConfig, dtype: str, mesh: Mesh
+) -> AdapterPools | None:
+    """Returns the adapters of the model in `folder`; None if the options name neither adapters nor folders for them.
+    Raises `ModelError` as `AdapterPools` does.
+    """
+    if not options.adapters and not options.adapter_roots:
+        return None
+    from manta.workers.jax_worker.adapter_pools import AdapterPools  # imports torch, which nothing else here needs
+
+    return AdapterPools(options, folder, config, dtype, mesh)
 
 
 def plan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,12 @@ from manta.structured.masks import row_words
 from manta.structured.visible_logs import logger_of
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.jax_worker import sampler
+from manta.workers.jax_worker.adapted_forward import forward_with_adapters
 from manta.workers.jax_worker.attention import AttentionForm
 from manta.workers.jax_worker.batch import BatchShape
 from manta.workers.jax_worker.decoder import Pages, compute_logits, forward
 from manta.workers.jax_worker.layer_arrays import LinearArrays, Parameters
+from manta.workers.jax_worker.low_rank import RankPools, num_packed
 from manta.workers.jax_worker.mesh import replicated
 from manta.workers.jax_worker.mixers import States
 from manta.workers.kv_groups import LayerPlace
@@ -36,7 +39,7 @@ NUM_COPIES = 64
 """Block copies of one call of `copy_blocks`."""
 
 KEPT_FUNCTIONS = 128
-"""Jitted functions that a process keeps. A worker has about 20, and with a draft model 30."""
+"""Jitted functions that a process keeps. A worker has about 20, with a draft model 30, and with adapters 60."""
 
 Program = Callable[..., Any]
 
@@ -66,9 +69,9 @@ class ProgramCompiler:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._lowered: list[tuple[dict[int, Program], int, Any]] = []
+        self._lowered: list[tuple[dict[Any, Program], Any, Any]] = []
 
-    def add(self, programs: dict[int, Program], size: int, function: Any, *arguments: Any) -> None:
+    def add(self, programs: dict[Any, Program], size: Any, function: Any, *arguments: Any) -> None:
         """Adds a program: `compile` puts `function`, compiled for arguments of these shapes and shardings, into
         `programs[size]`.
         """
@@ -111,11 +114,14 @@ class ModelPrograms:
         shapes: list[BatchShape],
         point_sizes: list[int],
         vocab_size: int,
+        pools: RankPools,
+        rank_sizes: list[int],
     ) -> None:
         """Adds the programs to the compiler.
 
         `places` are those of the layers' keys and values, `shapes` the sizes of batches, and `point_sizes` those of
-        sample points. `vocab_size` is the width of the logits: for a draft model, that of its target.
+        sample points. `vocab_size` is the width of the logits: for a draft model, that of its target. `pools` are those
+        of adapters, of whose ranks a step has one of `rank_sizes`.
         """
         mesh = form.mesh
         assert isinstance(mesh, Mesh)
@@ -134,6 +140,16 @@ class ModelPrograms:
             body = jitted(forward, config, places, form, shape, donate_argnums=(1, 2, 3), out_shardings=shardings)
             packed = array((sum(shape.sizes),), jnp.int32)
             compiler.add(self.forward, shape.num_tokens, body, models, held, kept, hidden, drawn, packed)
+        self.forward_with_adapters: dict[tuple[int, int], Program] = {}
+        """Programs by numbers of tokens and of ranks, for steps in which a sequence has an adapter: (pools, packed
+        adapters, and the arguments of `forward`) -> what `forward` returns.
+        """
+        for shape, size in itertools.product(shapes, rank_sizes):
+            options = {"donate_argnums": (3, 4, 5), "out_shardings": shardings}
+            body = jitted(forward_with_adapters, config, places, form, shape, **options)
+            of_step = abstract(pools), array((num_packed(shape.num_tokens, size),), jnp.int32)
+            packed, key = array((sum(shape.sizes),), jnp.int32), (shape.num_tokens, size)
+            compiler.add(self.forward_with_adapters, key, body, *of_step, models, held, kept, hidden, drawn, packed)
         self.logits: dict[int, Program] = {}
         """Programs by number of points: (head, hidden, rows) -> (logits, model's status)."""
         body = jitted(_logits_and_status, config, vocab_size, out_shardings=whole)

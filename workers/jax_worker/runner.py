@@ -119,9 +119,10 @@ class JaxRunner:
             lens = np.array([item.num_tokens for item in step.scheduled])
             sources = self._pending.places(step)
             drawn = self._drawn.tokens if self._drawn is not None and sources[0] else None
+            keys = self.sequences.adapter_keys(members)
             token_ids = self.sequences.token_ids(step)
             used = tables[: self.model.limits.num_groups]  # none without attention
-            packed = self.model.forward(token_ids, starts, lens, used, drawn, sources, step.states)
+            packed = self.model.forward(token_ids, starts, lens, used, drawn, sources, step.states, keys)
             if self._has_digest:
                 self._digest = zlib.crc32(packed.tobytes())
 

@@ -13,7 +13,7 @@ from manta.workers.checkpoints.memory import CacheSizes, choose_groups, weight_b
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
-from manta.workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
+from manta.workers.jax_worker.planning import free_bytes, native_config, open_pools, plan, resolve_dtype
 from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
 from manta.workers.kv_groups import one_group
 from manta.workers.model_options import ModelOptions
@@ -47,7 +47,9 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path, has_drafts: boo
     config = native_config(folder)
     keep_compiled_programs()
     mesh = open_mesh(min(options.tensor_parallel_size, options.tpu_chips_per_host))
-    dtype, free = resolve_dtype(options.dtype, config.dtype), free_bytes(mesh)
+    dtype = resolve_dtype(options.dtype, config.dtype)
+    pools = open_pools(options, folder, config, dtype, mesh)
+    free = free_bytes(mesh)
     whole = weight_bytes(folder, dtype)
     weights = whole // options.tensor_parallel_size
     if weights >= free:
@@ -63,7 +65,7 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path, has_drafts: boo
     num_slots = NUM_FIXED_STATES if first.state_bytes else 0
     limits = Limits(TOKENS, 1, TOKENS, options.block_size, min(1, layers.layers_per_block), num_slots)
     compiler = ProgramCompiler(1)
-    model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler)
+    model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler, pools)
     compiler.compile(folder.name)
     kind = mesh.devices.flat[0].device_kind
     kernels = "pallas" if is_tpu(mesh) else "xla"

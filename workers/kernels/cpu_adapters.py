@@ -69,8 +69,11 @@ class PackedAdaptedLinear:
         linear: PackedLinear | PackedQuantizedLinear,
         step_adapters: StepAdapters,
         exact: bool = False,
+        num_adapters: int = MOST_ADAPTERS,
     ) -> None:
-        """With `exact`, what adapters add to a row has the same bits in every form of the kernels."""
+        """With `exact`, what adapters add to a row has the same bits in every form of the kernels. The linear has
+        adapters with numbers below `num_adapters`, and no step has others.
+        """
         self._library = library
         self._linear = linear
         self._step_adapters = step_adapters
@@ -78,7 +81,7 @@ class PackedAdaptedLinear:
         self._is_gated = linear.width < linear.out_features
         self._held: dict[int, tuple[LowRank, Any]] = {}
         """What the table points to, by the number of the adapter."""
-        self._table = (_LowRank * MOST_ADAPTERS)()
+        self._table = (_LowRank * num_adapters)()
         inner = linear.native()
         self._state = _AdaptedLinear(
             inner.run,
@@ -129,9 +132,14 @@ class PackedAdaptedLinear:
 
 
 def adapt(
-    linear: PackedLinear | PackedQuantizedLinear, step_adapters: StepAdapters, exact: bool = False
+    linear: PackedLinear | PackedQuantizedLinear,
+    step_adapters: StepAdapters,
+    exact: bool = False,
+    num_adapters: int = MOST_ADAPTERS,
 ) -> PackedAdaptedLinear:
-    """Returns the linear with adapters, whose rows `step_adapters` tells. `exact` is that of `PackedAdaptedLinear`."""
+    """Returns the linear with adapters, whose rows `step_adapters` tells. `exact` and `num_adapters` are those of
+    `PackedAdaptedLinear`.
+    """
     library = _library()
     assert library is not None, "it has packed the linear"
-    return PackedAdaptedLinear(library, linear, step_adapters, exact)
+    return PackedAdaptedLinear(library, linear, step_adapters, exact, num_adapters)

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from manta.workers.kernels import build, convolution, cpu_products, layout, recurrence, recurrent_layer
+from manta.workers.kernels.cpu_linear import DTYPES
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.models.recurrent_shapes import DeltaShape
 
 _Recurrence = layout.structure(
     "_Recurrence",
@@ -36,6 +38,12 @@ _RunningMax = layout.structure(
     "numbers log_decay states output starts reads writes sequence_starts",
     "num_segments num_sequences heads",
 )
+_DeltaStep = layout.structure(
+    "_DeltaStep",
+    "projected kernel rates time_bias norm windows states output reads writes",
+    "dtype num_rows num_groups num_heads key_dim value_dim width",
+    "beta_scale query_scale unit_eps norm_eps",
+)
 WIDTHS = (3, 4)
 """Widths of convolutions that the C++ takes."""
 
@@ -44,7 +52,7 @@ WIDTHS = (3, 4)
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
-        structures = (_Recurrence, _Convolution, _GatedNorm, _RunningMax)
+        structures = (_Recurrence, _Convolution, _GatedNorm, _RunningMax, _DeltaStep)
         sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in structures}
         layout.check("recurrence.cpp", library.manta_recurrence_layout, sizes)
         library.manta_recur.argtypes = [POINTER(_Recurrence)]
@@ -59,6 +67,7 @@ def _library() -> ctypes.CDLL | None:
         library.manta_row_norm.argtypes = [*[c_void_p] * 4, c_int64, c_int, c_int, c_float]
         library.manta_centred_heads.argtypes = [c_void_p, c_void_p, c_int64, c_int, c_float]
         library.manta_running_max.argtypes = [POINTER(_RunningMax)]
+        library.manta_delta_step.argtypes = [POINTER(_DeltaStep)]
         for name in (
             "recur",
             "convolve",
@@ -75,6 +84,7 @@ def _library() -> ctypes.CDLL | None:
             "row_norm",
             "centred_heads",
             "running_max",
+            "delta_step",
         ):
             getattr(library, f"manta_{name}").restype = None
     return library
@@ -130,6 +140,42 @@ def convolve(
             num_channels,
             width,
             activates,
+        )
+    )
+    return output
+
+
+def delta_step(
+    projected: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    shape: DeltaShape,
+    unit_eps: float,
+    states: tuple[torch.Tensor, ...],
+    step: RecurrentStep,
+) -> torch.Tensor | None:
+    """The result has the bits that the separate functions give."""
+    library = _library()
+    is_taken = step.is_decode and shape.width in WIDTHS and shape.value_dim > 1 and projected.dtype in DTYPES
+    parts = (tensors["kernel"], tensors["rates"], tensors["time_bias"], tensors["norm"], *states)
+    if library is None or not is_taken or not all(part.is_contiguous() for part in parts):
+        return None
+    projected = projected.contiguous()
+    num_rows, width = len(projected), shape.num_value_heads * shape.value_dim
+    output = projected.new_empty((num_rows, width))
+    library.manta_delta_step(
+        _DeltaStep(
+            *map(_address, (projected, *parts, output, step.reads, step.writes)),
+            DTYPES[projected.dtype],
+            num_rows,
+            shape.num_key_heads,
+            shape.num_value_heads,
+            shape.key_dim,
+            shape.value_dim,
+            shape.width,
+            shape.beta_scale,
+            shape.key_dim**-0.5,
+            unit_eps,
+            shape.norm_eps,
         )
     )
     return output

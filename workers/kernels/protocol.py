@@ -15,6 +15,7 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.models.model_config import ExpertsConfig, HeadShape
+from manta.workers.models.recurrent_shapes import DeltaShape
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 KVCaches = list[tuple[torch.Tensor, ...]]
@@ -60,6 +61,16 @@ class RecurrentKernels(Protocol):
         step: RecurrentStep,
         activates: bool = False,
     ) -> torch.Tensor: ...
+
+    def delta_step(
+        self,
+        projected: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        shape: DeltaShape,
+        unit_eps: float,
+        states: tuple[torch.Tensor, ...],
+        step: RecurrentStep,
+    ) -> torch.Tensor | None: ...
 
     def unit_heads(self, x: torch.Tensor, scale: float, eps: float) -> torch.Tensor: ...
 

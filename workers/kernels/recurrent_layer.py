@@ -11,13 +11,16 @@ import torch.nn.functional as F
 
 from manta.workers.kernels.convolution import convolve
 from manta.workers.kernels.recurrence import recur
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.reference import cap, head_products
 from manta.workers.kernels.running_max import running_max
+from manta.workers.models.recurrent_shapes import DeltaShape
 
 __all__ = [
     "cap",
     "centred_heads",
     "convolve",
+    "delta_step",
     "exp",
     "gated_norm",
     "head_products",
@@ -31,6 +34,24 @@ __all__ = [
     "sums_of_squares",
     "unit_heads",
 ]
+
+
+def delta_step(
+    projected: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    shape: DeltaShape,
+    unit_eps: float,
+    states: tuple[torch.Tensor, ...],
+    step: RecurrentStep,
+) -> torch.Tensor | None:
+    """Computes a gated delta net between its linears in one call, for one token of each sequence. Returns None if the
+    device has no such call, or if it does not support the step, dtype or sizes: then nothing has been computed.
+
+    `projected` [num_tokens, width] and the result [num_tokens, num_value_heads * value_dim] are in the dtype of the
+    activations. `workers/decoders/mixers/gated_delta.py` says what `projected`, `tensors` and `states` hold, and
+    defines the result. `unit_eps` is the constant in the norms of queries and keys.
+    """
+    return None
 
 
 def unit_heads(x: torch.Tensor, scale: float, eps: float) -> torch.Tensor:

@@ -8,8 +8,8 @@ the system frees it. Once the weights are whole it is sealed: then nobody can wr
 process has a copy of its own.
 
 If packed weights are kept in files (`packed_files.py`), the first process of a model maps the file that an earlier one
-has written, which takes a tenth of the time. Files lie in small pages. So a thread of low priority then copies what
-was mapped to memory that is shared, and puts that in its place.
+has written, which takes a twentieth of the processor time. Files lie in small pages. So a thread of low priority then
+copies what was mapped to memory that is shared, and puts that in its place.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ import torch
 from torch import distributed
 
 from manta.structured import host
+from manta.workers.checkpoints.shard import Shard
 from manta.workers.kernels.linears import GatheringLinear, SummedLinear
 from manta.workers.kernels.weights import Linear
+from manta.workers.models.model_config import ModelConfig
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
 """Timeout for the store and for the other ranks in each call, which may still be reading weights."""
@@ -246,3 +248,8 @@ def _own_address(hostname: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(to)
         return str(probe.getsockname()[0])
+
+
+def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
+    """Returns the share of the model that this rank of a group has; None if it has all."""
+    return Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None

@@ -68,6 +68,11 @@ class Platform(Protocol):
         ...
 
     @property
+    def expert_adapting(self) -> Callable[[], LinearAdapting] | None:
+        """The same for linears of routed experts, which have a single adapter each; None if these take none."""
+        ...
+
+    @property
     def advice(self) -> str | None:
         """One line that says what slows the device down, and the remedy. None if nothing does."""
         ...
@@ -77,6 +82,10 @@ class Platform(Protocol):
 
     @property
     def sampler(self) -> SamplerKernels: ...
+
+    def make_module_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        """Returns a linear in the place of torch's own in a model of transformers; None if torch's is as fast."""
+        ...
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         """Returns a linear with this weight, perhaps repacked. A platform without integer kernels uses

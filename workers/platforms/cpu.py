@@ -22,7 +22,12 @@ from manta.workers.kernels.shared_weights import shared_weights
 from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears, WeightContent
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
-from manta.workers.platforms.cpu_linears import CpuLinearAdapting, CpuSharedLinears, make_linear
+from manta.workers.platforms.cpu_linears import (
+    CpuLinearAdapting,
+    CpuSharedLinears,
+    make_linear,
+    make_onednn_linear,
+)
 
 
 class _ExactKernels:
@@ -61,6 +66,7 @@ class CpuPlatform:
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:
         self.kernels: Kernels = _ExactKernels() if exact else cpu
         self.adapting: Callable[[], LinearAdapting] | None = functools.partial(CpuLinearAdapting, exact)
+        self.expert_adapting: Callable[[], LinearAdapting] | None = functools.partial(CpuLinearAdapting, exact, 1)
         self._exact = exact
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus, by default 1, which would leave the other cores idle.
@@ -71,6 +77,9 @@ class CpuPlatform:
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
+
+    def make_module_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        return make_onednn_linear(weight, bias)
 
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return cpu_exact.ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)

@@ -11,7 +11,7 @@ import functools
 import torch
 
 from manta.workers.kernels import cpu, cpu_adapters, cpu_linear, cpu_quantized_linear, processor
-from manta.workers.kernels.adapted_linear import AdaptedLinear, TorchAdaptedLinear
+from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, AdaptedLinear, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_adapters import StepAdapters
 from manta.workers.kernels.cpu_linear import PackedLinear, Place, place_alone
@@ -97,16 +97,18 @@ class CpuSharedLinears:
 
 class CpuLinearAdapting:
     """Makes linears with adapters: by the kernels around packed linears, by torch around others. With `exact` what
-    adapters add has the same bits in every form of the kernels, and every linear is packed.
+    adapters add has the same bits in every form of the kernels, and every linear is packed. A linear has the adapters
+    with numbers below `num_adapters`.
     """
 
-    def __init__(self, exact: bool = False) -> None:
+    def __init__(self, exact: bool = False, num_adapters: int = MOST_ADAPTERS) -> None:
         self._step_adapters = StepAdapters()
         self._exact = exact
+        self._num_adapters = num_adapters
 
     def __call__(self, linear: Linear) -> AdaptedLinear:
         if isinstance(linear, PackedLinear | PackedQuantizedLinear):
-            return cpu_adapters.adapt(linear, self._step_adapters, self._exact)
+            return cpu_adapters.adapt(linear, self._step_adapters, self._exact, self._num_adapters)
         assert not self._exact, "the kernels take every linear of integers"
         return TorchAdaptedLinear(linear)
 
@@ -121,16 +123,14 @@ def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Plac
     linear = cpu_linear.pack(weight, bias, place=place)
     if linear is not None:
         return linear
-    if not has_onednn_layout(weight):
-        weight = weight.clone()  # the caller may unmap its memory
-        return TorchLinear(weight, bias)
-    return OneDnnLinear(weight, bias)
+    # F.linear's weight is copied, because the caller may unmap its memory
+    return make_onednn_linear(weight, bias) or TorchLinear(weight.clone(), bias)
 
 
-def has_onednn_layout(weight: torch.Tensor) -> bool:
-    """Returns whether oneDNN computes products with this weight on this processor."""
+def make_onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnLinear | None:
+    """Returns a linear of oneDNN; None if it computes no products with this weight on this processor."""
     has_dtype = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and processor.form().has_bfloat16)
-    return weight.device.type == "cpu" and has_dtype and torch.backends.mkldnn.is_available()
+    return OneDnnLinear(weight, bias) if has_dtype and torch.backends.mkldnn.is_available() else None
 
 
 class OneDnnLinear:

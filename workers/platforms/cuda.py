@@ -63,6 +63,7 @@ class CudaPlatform:
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
         self.adapting: Callable[[], LinearAdapting] | None = lambda: lambda linear: TritonAdaptedLinear(linear, device)
+        self.expert_adapting: Callable[[], LinearAdapting] | None = None
         self._group: NcclGroup | None = None
         self._has_experts = False
         self.graph_layouts: tuple[Layout, ...] = ()
@@ -91,6 +92,9 @@ class CudaPlatform:
             linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
         gate = layers.silu_and_mul if has_silu else functools.partial(reference.gate, weight.activation)
         return GatedLinear(linear, gate) if weight.gated else linear
+
+    def make_module_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        return None
 
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TorchLinear(weight, bias)

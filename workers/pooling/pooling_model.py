@@ -24,8 +24,9 @@ from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.transformers_support import first_position, first_sentence, longest_context, read_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms import Platform
-from manta.workers.pooling import onednn_linears, packed_attention
+from manta.workers.pooling import packed_attention
 from manta.workers.pooling.embedding_head import ACTIVATIONS, EmbeddingHead, pool
+from manta.workers.pooling.packed_linears import MakeLinear, pack_linears
 from manta.workers.pooling_info import PoolingInfo, PoolingMode
 
 logger = logger_of(__name__)
@@ -78,7 +79,7 @@ class PoolingModel:
         longest = longest_context(self._config)
         self.max_tokens = min(filter(None, (longest, info.max_tokens)), default=512)
         """Longest text in tokens."""
-        self._give_layout()
+        self._pack_linears(platform.make_module_linear)
         self.is_packed = self._can_pack()
         """Whether texts of different length run together."""
         for layer in _layers(self._base, self._config):
@@ -231,11 +232,11 @@ class PoolingModel:
         return self._is_near(actual, expected)
 
     @torch.inference_mode()
-    def _give_layout(self) -> None:
-        """Gives the linears oneDNN's layout where the model computes the same with it."""
+    def _pack_linears(self, make: MakeLinear) -> None:
+        """Packs the weights of linears where the model computes the same with them."""
         probe = [PooledText(tokens, len(tokens)) for tokens in self._probe()]
         expected = self._one_by_one(probe)
-        onednn_linears.give_layout(self._model, lambda: self._is_near(self._one_by_one(probe), expected))
+        pack_linears(self._model, make, lambda: self._is_near(self._one_by_one(probe), expected))
 
     def _one_by_one(self, texts: Sequence[PooledText]) -> torch.Tensor:
         return torch.stack([self._run_equal([text])[0] for text in texts])

@@ -68,7 +68,7 @@ class RankSequences:
         self._num_blocks = [0] * self.max_num_sequences
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        self.adapters: dict[int, AdapterKey] = {}
+        self._adapters: dict[int, AdapterKey] = {}
         """The adapters of sequences that have one, by sequence id."""
         self._start_errors: dict[int, RowError] = {}
         """Sequences that could not be started, each with its error, until they end."""
@@ -88,8 +88,8 @@ class RankSequences:
         for fork in step.forked:
             self._start(self.sampling.start_of_fork(fork.parent_id, fork.sequence_id, fork.seed))
             self.sampling.fork_processors(fork.parent_id, fork.sequence_id)
-            if fork.parent_id in self.adapters:
-                self.adapters[fork.sequence_id] = self.adapters[fork.parent_id]
+            if fork.parent_id in self._adapters:
+                self._adapters[fork.sequence_id] = self._adapters[fork.parent_id]
             if fork.parent_id in self._start_errors:
                 self._start_errors[fork.sequence_id] = self._start_errors[fork.parent_id]
         for item in step.scheduled:
@@ -107,7 +107,7 @@ class RankSequences:
         self._rows[sequence.sequence_id] = row
         self._num_blocks[row] = 0
         if sequence.adapter:
-            self.adapters[sequence.sequence_id] = AdapterKey.of(sequence.adapter)
+            self._adapters[sequence.sequence_id] = AdapterKey.of(sequence.adapter)
         try:
             self.sampling.start(sequence)
         except Exception as error:
@@ -123,7 +123,7 @@ class RankSequences:
             self._free_rows.append(row)
             self.sampling.forget(sequence_id)
             self._start_errors.pop(sequence_id, None)
-            self.adapters.pop(sequence_id, None)
+            self._adapters.pop(sequence_id, None)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         first = self._num_blocks[row]
@@ -153,6 +153,12 @@ class RankSequences:
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
         width = max([self._num_blocks[row] for row in rows])
         return tables[:, :width][np.array(rows)]
+
+    def adapter_keys(self, sequence_ids: Sequence[int]) -> list[AdapterKey | None]:
+        """Returns the adapters of sequences, None for one without; an empty list if none has one."""
+        if not self._adapters or self._adapters.keys().isdisjoint(sequence_ids):
+            return []
+        return [self._adapters.get(each) for each in sequence_ids]
 
     def written_blocks(self, step: StepInput) -> np.ndarray:
         """Returns the first and the last block of each group that the step writes for each sequence, int32

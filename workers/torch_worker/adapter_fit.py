@@ -14,15 +14,20 @@ from manta.workers.torch_worker.tensor_check import check_tensors
 
 
 def check_adapters_fit(
-    folder: str | pathlib.Path, config: ModelConfig, adapters: Mapping[str, str], max_bytes: int
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    adapters: Mapping[str, str],
+    max_bytes: int,
+    takes_experts: bool = False,
 ) -> tuple[str, ...]:
     """Reads the adapters in folders by name, and compares each with the model in `folder`, of which only headers are
-    read. Returns what each adapter is in words. Raises `ModelError` naming the first one that is damaged or does not
-    fit.
+    read. `takes_experts` says whether routed experts may have adapters. Returns what each adapter is in words. Raises
+    `ModelError` naming the first one that is damaged or does not fit.
     """
     if not adapters:
         return ()
-    bank = AdapterBank(TorchAdaptedLinear, torch.float32, max_bytes, None, config.head_dim)
+    experts = TorchAdaptedLinear if takes_experts else None
+    bank = AdapterBank(TorchAdaptedLinear, torch.float32, max_bytes, None, config.head_dim, experts)
     check_tensors(folder, config, bank=bank)
     described = []
     for name, path in adapters.items():

@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from manta.workers.adapters.adapter_bank import AdapterBank
+from manta.workers.adapters.expert_places import Join
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import LinearReader
-from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
@@ -84,7 +84,7 @@ from manta.workers.models.specs import (
     UpdatesSpec,
 )
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec
-from manta.workers.parallel.group import Group, OneRank
+from manta.workers.parallel.group import Group, OneRank, rank_shard
 from manta.workers.parallel.sharded_layers import (
     ExactExpertsOfRanks,
     ExpertsOfRank,
@@ -354,7 +354,10 @@ class WeightLoader:
         activation = spec.experts[0].gated.activation or self._config.activation
         router = self._plain_linear(spec.router)
         own = msgspec.structs.replace(config, num_experts=len(spec.own))
-        experts = self._platform.join_experts(map(self._own_mlp, spec.own), own, activation)
+        join: Join = self._platform.join_experts
+        if self._bank is not None:
+            join = self._bank.joining(join, spec)
+        experts = join(map(self._own_mlp, spec.own), own, activation)
         if spec.held is not None:
             of_rank = ExpertsOfRank(experts, spec.held)
             experts = ExactExpertsOfRanks(of_rank, self._group) if self._exact else of_rank
@@ -533,7 +536,7 @@ class WeightLoader:
         weight = self._as_kept(self.linears.read(spec), is_head)
         linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
         if bank is not None:
-            linear = bank.around(linear, self.linears.stored(spec))
+            linear = bank.around(linear, spec, self.linears.stored(spec))
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
         self._checkpoint.release()
@@ -577,8 +580,3 @@ class WeightLoader:
         )
         self._checkpoint.release()
         return functools.partial(look_up_quantized, kept, self._dtype)
-
-
-def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
-    """Returns the share of the model that this rank of a group has; None if it has all."""
-    return Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None

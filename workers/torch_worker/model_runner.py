@@ -147,11 +147,10 @@ class ModelRunner:
 
     def _adapter_rows(self, members: list[int], lens: np.ndarray) -> AdapterRows | None:
         """Returns the rows of the sequences that have adapters; None if none has one."""
-        adapters = self.sequences.adapters
-        if not adapters or adapters.keys().isdisjoint(members):
+        keys = self.sequences.adapter_keys(members)
+        if not keys:
             return None
         assert self._bank is not None, "the engine refuses adapters that the ranks do not hold"
-        keys = [adapters.get(each) for each in members]
         of_rows = [None if key is None else RowAdapter(self._bank.number_of(key.digest), key.scale) for key in keys]
         return AdapterRows.of_sequences(of_rows, lens)
 

@@ -25,12 +25,12 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants
 from manta.workers.option_support import check_options
-from manta.workers.parallel.group import Group
+from manta.workers.parallel.group import Group, rank_shard
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
 from manta.workers.torch_worker.head_loader import load_draft_head, load_eagle3_head
-from manta.workers.torch_worker.loader import load_model, rank_shard
+from manta.workers.torch_worker.loader import load_model
 from manta.workers.torch_worker.tensor_check import check_tensors
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
@@ -92,7 +92,8 @@ def choose_models(
     draft_config = None if draft is None else draft.config
     check_options(options, platform.name, target.config, draft_config, platform.advice)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact, options.expert_parallel)
-    check_adapters_fit(folder, target.config, options.adapters, options.max_adapter_bytes)
+    takes_experts = platform.expert_adapting is not None and not options.expert_parallel
+    check_adapters_fit(folder, target.config, options.adapters, options.max_adapter_bytes, takes_experts)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
 
 
@@ -150,7 +151,8 @@ def _open_bank(
     if not (options.adapters or options.adapter_roots) or platform.adapting is None:
         return None
     shard = rank_shard(config, group)
-    return AdapterBank(platform.adapting(), dtype, options.max_adapter_bytes, shard, config.head_dim)
+    experts = None if platform.expert_adapting is None else platform.expert_adapting()
+    return AdapterBank(platform.adapting(), dtype, options.max_adapter_bytes, shard, config.head_dim, experts)
 
 
 def load_adapters(bank: AdapterBank | None, folders: Mapping[str, str], group: Group) -> dict[str, AdapterInfo]:

@@ -78,7 +78,11 @@ class Executor(Protocol):
         ...
 
     def is_late(self) -> bool:
-        """Returns at once whether a step takes so long that a rank may hang. Any thread may call it."""
+        """Returns at once whether a step takes so long that it may hang. Any thread may call it."""
+        ...
+
+    def is_hung(self) -> bool:
+        """Returns at once whether a step hangs and only the end of this process ends it. Any thread may call it."""
         ...
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
@@ -161,6 +165,9 @@ class SynchronousExecutor:
         return False
 
     def is_late(self) -> bool:
+        return False
+
+    def is_hung(self) -> bool:
         return False
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.deadline import StepWatch
 from manta.cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
@@ -36,6 +37,7 @@ class InProcessExecutor(SynchronousExecutor):
         from manta.cluster.engine.executors.worker_factory import make_worker
 
         self.worker: RankWorker = make_worker(config)
+        self.watch = StepWatch()
         if self.worker.runs_ahead and config.overlap != "off":
             self.depth = 1
 
@@ -50,17 +52,26 @@ class InProcessExecutor(SynchronousExecutor):
         return _DeviceCall(self)
 
     def execute(self, step: StepInput) -> None:
+        self.watch.begin(step.num_tokens)
         self.worker.execute(step)
 
     def is_computing(self) -> bool:
         return self.worker.is_computing()
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        return self.worker.sample(masks)
+        output = self.worker.sample(masks)
+        self.watch.end()
+        return output
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         """Draws like `sample`, without waiting for the device. Requires a worker that `runs_ahead`."""
         return cast(RunAheadWorker, self.worker).draw(masks)
+
+    def is_late(self) -> bool:
+        return self.watch.is_late()
+
+    def is_hung(self) -> bool:
+        return self.watch.is_hung()
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self.worker.register_logits_processor(name, factory)
@@ -96,6 +107,7 @@ class InProcessExecutor(SynchronousExecutor):
         return adapters
 
     def rebuild(self) -> None:
+        self.watch.forget()
         self.worker.reset()
 
 
@@ -107,4 +119,6 @@ class _DeviceCall:
         self._drawn = self._executor.draw(collect(self._executor.is_computing))
 
     def result(self) -> StepOutput:
-        return self._drawn.result()
+        output = self._drawn.result()
+        self._executor.watch.end()
+        return output

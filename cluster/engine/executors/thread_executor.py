@@ -70,6 +70,9 @@ class ThreadExecutor:
     def is_late(self) -> bool:
         return self.inner.is_late()
 
+    def is_hung(self) -> bool:
+        return self.inner.is_hung()
+
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         return self._thread.submit(self.inner.restore_blocks, parts).result()
 

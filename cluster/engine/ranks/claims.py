@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -157,6 +158,22 @@ def check_room(config: EngineConfig, num_engines: int, nodes: list[int]) -> None
             f"{listed(nodes)}; lower engine.num_threads, num_engine_replicas or engine.tensor_parallel_size, or add "
             "nodes"
         )
+
+
+def has_room_for_another(config: EngineConfig, num_engines: int) -> bool:
+    """Returns whether the cluster has room for one more engine than `num_engines`, and has it now. Expects
+    `num_threads`. Nodes that a cluster's autoscaler could add do not count.
+    """
+    if not ray.is_initialized():
+        return True
+    claimed = rank_bundle(config)
+
+    def num_fitting(nodes: Iterable[Mapping[str, float]]) -> int:
+        """Returns the number of ranks whose claims fit."""
+        return sum(min(int(node.get(name, 0.0) // amount) for name, amount in claimed.items()) for node in nodes)
+
+    fits_idle = num_fitting(node["Resources"] for node in _living_nodes()) >= (num_engines + 1) * config.num_ranks
+    return fits_idle and num_fitting(available_resources_per_node().values()) >= config.num_ranks
 
 
 def listed(cpus: list[int]) -> str:

@@ -21,9 +21,9 @@ from ray import cloudpickle
 
 from manta.cluster import own_ray
 from manta.cluster.config import EngineConfig, ray_address
+from manta.cluster.engine.executors.deadline import LATE_SHARE, StepDeadline
 from manta.cluster.engine.executors.executor import SynchronousExecutor
 from manta.cluster.engine.ranks.claims import cluster_gpus, cluster_tpus, node_cpus, threads_each, with_device
-from manta.cluster.engine.ranks.deadline import StepDeadline
 from manta.cluster.engine.ranks.rank_channel import RankLost
 from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import (
@@ -59,10 +59,6 @@ logger = logger_of(__name__)
 
 CONTROL_S = 60.0
 """Seconds in which a rank must answer a message other than a step. Registering a logits processor may import a lot."""
-LATE_SHARE = 0.5
-"""Share of a step's deadline after which requests leave for another engine, if there is one. If the rank answers after
-all, leaving costs less than a restart of the ranks.
-"""
 START_ATTEMPTS = 2
 """Attempts to restart the ranks after a failure, because another rank may die meanwhile."""
 

@@ -47,6 +47,8 @@ class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: str
+    wait: bool = False
+    """Whether the answer comes when the adapter's requests have ended."""
 
     def check(self) -> None:
         _check_name(self.lora_name)
@@ -106,7 +108,7 @@ async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequ
         async with loaded_by[name].in_use(exchange) as of_model:
             assert of_model.loaded_adapters is not None
             await of_model.refresh_adapters()
-            await of_model.loaded_adapters.unload(name)
+            await of_model.loaded_adapters.unload(name, request.wait)
             return AdaptersAnswer(loaded_adapters=dict(of_model.loaded_adapters.paths))
     if any(name in each.config.engine.adapters for each in state.models):
         cause, remedy = "the configuration names it", "take it out of engine.adapters"

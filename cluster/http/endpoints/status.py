@@ -5,6 +5,7 @@ what runs where, its metrics and its endpoints.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any, Literal
 
@@ -109,9 +110,27 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
 
 
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
-    """Answers as Serve's proxies do, for load balancers that were set up for them."""
-    status, text = (503, b"This node is being drained.") if state.server.drains else (200, b"success")
+    """Answers as Serve's proxies do, for load balancers that were set up for them. It also fails until the first engine
+    has loaded, because a load balancer in front of two clusters would send requests to one that still loads.
+    """
+    status, text = 200, b"success"
+    if state.server.drains:
+        status, text = 503, b"This node is being drained."
+    elif not await _has_met_engines(state):
+        status, text = 503, b"No engine has loaded yet."
     await exchange.reply.send_body(text, "text/plain; charset=utf-8", status)
+
+
+async def _has_met_engines(state: AppState) -> bool:
+    """Returns whether an engine has answered this ingress at any time, or none need run. Later deaths do not count,
+    because requests wait here for the next engine.
+    """
+    server = state.server
+    if server.knows_engines or state.models.are_several or may_stop_all(state.config):
+        return True
+    with contextlib.suppress(ServingError):
+        server.knows_engines = bool(await state.engines.stats())
+    return server.knows_engines
 
 
 class Version(msgspec.Struct):

@@ -54,8 +54,9 @@ class LoadedAdapters(Protocol):
         """Lets later requests that name the model itself have an adapter, or none. Returns when every ingress knows."""
         ...
 
-    async def unload(self, name: str) -> None:
-        """Unloads an adapter. Requests that run end with it, and no other one begins. Returns when every ingress knows.
-        Raises `ServingError` if no such adapter is loaded.
+    async def unload(self, name: str, waits: bool = False) -> None:
+        """Unloads an adapter. Requests that run end with it, and no other one begins. Returns when every ingress knows,
+        and if it `waits`, when they have ended, unless another adapter has the same values. Raises `ServingError` if no
+        such adapter is loaded.
         """
         ...

@@ -97,6 +97,9 @@ class Metrics:
         self.continuations = own(
             Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
         )
+        self.engines_unconnected = own(
+            Gauge, "engines_unconnected", "Engines that have no connection to this ingress while others have one."
+        )
         takeovers = Histogram(
             "manta:takeover_seconds",
             "Pauses of streams that went on on another engine, by phase: until the loss is noticed (notice), until "

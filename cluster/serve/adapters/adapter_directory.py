@@ -34,6 +34,8 @@ KEEP_SLACK_S = 60.0
 """Seconds for which values stay after the last request that may have begun with them is overdue."""
 TELLING_S = 10.0
 """Longest time, in seconds, that a process gets to learn of a change."""
+ENDING_PAUSE_S = 0.2
+"""Seconds between two questions whether requests with an unloaded adapter have ended."""
 TELLING_PAUSE_S = 0.2
 """Seconds between two attempts to tell it."""
 SETTLING_S = 10.0
@@ -57,6 +59,10 @@ class AdapterEngines(Protocol):
         """
         ...
 
+    async def uses_adapter(self, digest: str) -> bool:
+        """Returns whether a request has the adapter with these values."""
+        ...
+
 
 class NoEngines:
     """Stands for the engines of a model that is not loaded. Implements `AdapterEngines`."""
@@ -66,6 +72,9 @@ class NoEngines:
 
     async def read_adapter(self, path: str) -> list[Any]:
         return []
+
+    async def uses_adapter(self, digest: str) -> bool:
+        return False
 
 
 async def ask_every(broadcast: Callable[[], Any], patience_s: float = TELLING_S) -> None:
@@ -182,14 +191,20 @@ class AdapterDirectory:
         await self._change(put)
         logger.info("the adapter %r has the values %s, from %s", name, found.digest, found.path)
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, waits: bool = False) -> None:
+        removed = ""
+
         def remove(table: AdapterTable) -> AdapterTable:
+            nonlocal removed
             if name not in table.loaded:
                 refuse("unknown_model", "lora_name", name, tuple(table.loaded) or "no adapter")
+            removed = table.loaded[name].digest
             return self._with_loaded(table, {other: each for other, each in table.loaded.items() if other != name})
 
         await self._change(remove)
         logger.info("the adapter %r is unloaded", name)
+        while waits and removed not in self._table.digests and await self._engines.uses_adapter(removed):
+            await asyncio.sleep(ENDING_PAUSE_S)
 
     async def apply(self, applied: AppliedAdapter | None) -> None:
         def put(table: AdapterTable) -> AdapterTable:

@@ -44,12 +44,15 @@ def engine_deployment(
     autoscaling: AutoscalingOptions | None = None,
     is_alone: bool = False,
     is_forked: bool = False,
+    starts_new_first: bool = False,
 ) -> Any:
     """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, with
     `is_alone`, and for models on demand with `is_awaited` (`engine_replica.py`). `is_alone` says that there is never
     more than one replica. With `autoscaling` the number of replicas follows the load. If `is_forked`, their processes
     are forked from one whose imports are done, where that runs (`cluster/serve/starting/warm_process.py`); all nodes
-    must have this interpreter.
+    must have this interpreter. With `starts_new_first` an update starts one new engine, and only when that serves it
+    ends an old one. Without room it would wait for ever. Otherwise each old engine is told to end before its successor
+    starts.
     """
     variables = engine_variables(config)
     runtime_env: dict[str, Any] = {"env_vars": variables}
@@ -64,6 +67,7 @@ def engine_deployment(
         max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
         health_check_period_s=1,  # Serve notices a dead replica within this time and starts another one
         health_check_timeout_s=5,  # a hung replica fails three checks in a row and is replaced after 18 s
+        max_surge_percent=int(starts_new_first),  # Serve rounds up, so 1% is one engine of up to a hundred
         request_router_config=RequestRouterConfig(
             request_router_class=EngineRouter,  # type: ignore[arg-type]
             request_router_kwargs={

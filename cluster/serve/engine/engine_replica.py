@@ -32,7 +32,7 @@ from manta.cluster.serve.channel.token_channel import (
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.engine.step_thread import Inbox, News, Running, StepThread
 from manta.cluster.serve.recorded.keeper import Keeper
-from manta.cluster.serve.routing.replicas import own_application, own_name, own_node
+from manta.cluster.serve.routing.replicas import has_siblings, own_application, own_name, own_node
 from manta.cluster.serve.routing.reports import CacheReporter
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.structured.constraint import ConstraintSpec, Resolved
@@ -61,6 +61,9 @@ The phase `process` (Python and Ray's worker) precedes them.
 """
 
 
+FIRST_CONSTRAINT = ConstraintSpec(kind="regex", text="a")
+COMPILER_START_S = 30.0
+"""Seconds that the compiler of constraints may take to start before the engine serves without it."""
 ROOM_POLL_S = 0.05
 """Seconds between two attempts to hold an adapter while those of running requests leave no room for it."""
 
@@ -139,15 +142,22 @@ class EngineReplica:
         self._beating: asyncio.Task[None] | None = None
         self._is_warm = False
         if not is_awaited:
-            self._warm_up()
+            self._warm_up(has_siblings())
         self._phases.end(WARM_UP)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, others_serve: bool) -> None:
+        """Starts the compiler of constraints. If `others_serve`, waits until it compiles, because this engine may get
+        the streams of one that ends, and nobody waits for this one.
+        """
         self._is_warm = True
         try:
             self.engine.warm_up()
+            if others_serve:
+                self.engine.constraints.resolve(FIRST_CONSTRAINT, "").result(COMPILER_START_S)
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
+        except TimeoutError:
+            logger.warning("the compiler of constraints has not started within %.0f s", COMPILER_START_S)
 
     def close(self) -> None:
         """Ends the step thread, even while requests run, and the grammar service's processes. Serve ends the process
@@ -317,6 +327,11 @@ class EngineReplica:
         assert self._adapters is not None, "the configuration names folders"
         return await self._adapters.read(path)
 
+    async def uses_adapter(self, digest: str) -> bool:
+        """Returns whether a request that has not ended has the adapter with these values."""
+        requests = [request for call in self._calls for request in call.open.values() if request.adapter]
+        return any(AdapterKey.of(request.adapter).digest == digest for request in requests)
+
     async def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes blocks from the prefix store."""
         self._thread.drop_kept(hashes)
@@ -330,14 +345,16 @@ class EngineReplica:
         return self._meter.load(self.engine.stats())
 
     async def check_health(self) -> None:
-        """Raises `RuntimeError` if the engine has failed; Serve calls it, and then replaces the replica."""
+        """Raises `RuntimeError` if the engine has failed or hangs. Serve calls it, and then replaces the replica."""
         if self._thread.failure is not None:
             raise RuntimeError(self._thread.failure)
+        if self.engine.is_hung:
+            raise RuntimeError("a step of the engine hangs: it takes far longer than those before it")
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             say("{}", start_line(self._phases.seconds), flush=True)
         elif not self._is_warm and not self._calls:
-            self._warm_up()
+            self._warm_up(others_serve=False)
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
         if self._adapters is not None:

@@ -9,6 +9,7 @@ import ray
 from ray import serve
 
 from manta.cluster.config import EngineConfig, ServedModel
+from manta.cluster.engine.ranks.claims import has_room_for_another
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.cluster.serve.fleet.found import announced
 from manta.cluster.serve.starting.placed import placed_engine
@@ -81,6 +82,7 @@ def model_application(placed: ServedModel, address: str, by_loader: bool = False
         autoscaling=placed.autoscaling,
         is_alone=is_alone,
         is_forked=placed.on_demand and by_loader and has_one_node(),
+        starts_new_first=has_room_for_another(placed.engine, placed.max_engines),
     )
     told = announced(address, placed, by_loader)
     deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)

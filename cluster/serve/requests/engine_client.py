@@ -113,6 +113,15 @@ class EngineQuestions:
         """Names of the engine replicas that run, as far as Serve has told."""
         return frozenset().union(*self._replicas.running.values())
 
+    @property
+    def num_unconnected(self) -> int:
+        """Number of running engines without a connection to this process while others have one. Nothing is known of
+        their caches. Engines that pool connect to nobody.
+        """
+        running = self.replicas_running
+        num_connected = sum(map(self._replicas.is_connected, running))
+        return len(running) - num_connected if num_connected else 0
+
     def is_asleep(self) -> bool:
         """Returns whether Serve has said that no engine runs."""
         return ENGINE in self._replicas.running and not any(self._replicas.running.values())
@@ -214,6 +223,10 @@ class EngineQuestions:
         if self.is_asleep():
             await self._waker.wait(ADAPTER_TIMEOUT_S, "")
         return await self._ask_all("read_adapter", path, timeout_s=ADAPTER_TIMEOUT_S)
+
+    async def uses_adapter(self, digest: str) -> bool:
+        """Returns whether a request of a living engine has the adapter with these values."""
+        return not self.is_asleep() and any(each is True for each in await self._ask_all("uses_adapter", digest))
 
     async def _ask_all(self, method: str, *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
         """Returns the answers or exceptions of all replicas."""
@@ -327,6 +340,7 @@ class EngineClient(EngineQuestions):
         super().__init__(engine, standby, max_held, is_removed, times)
         self.tokenizer = tokenizer
         self.metrics = metrics
+        metrics.engines_unconnected.set_function(lambda: self.num_unconnected)
         self.runs: dict[str, PromptRun] = {}
         self.suspects = asyncio.Lock()
         self.loaded_adapters: AdapterDirectory | None = None
@@ -365,7 +379,8 @@ class EngineClient(EngineQuestions):
         if self.loaded_adapters is not None:
             await self.loaded_adapters.follow()
         address = await self._listen()
-        if self._greeting is None or (self._greeting.done() and self._greeted != self._replicas.running):
+        needs_greeting = self._greeted != self._replicas.running or self.num_unconnected > 0
+        if self._greeting is None or (self._greeting.done() and needs_greeting):
             self._greeting = asyncio.ensure_future(self._greet(address))
 
     async def until_greeted(self) -> None:

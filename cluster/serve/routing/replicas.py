@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 import ray
+import ray.util
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
@@ -189,6 +190,14 @@ def own_name() -> str:
         return serve.get_replica_context().replica_id.to_full_id_str()
     except RayServeException:
         return ""
+
+
+def has_siblings() -> bool:
+    """Returns whether the replica in this process has others of its deployment beside it; False outside Serve."""
+    deployment, separator, _ = own_name().rpartition("#")
+    actors = ray.util.list_named_actors(all_namespaces=True) if separator else []
+    named = {each["name"] for each in actors if each["namespace"] == SERVE_NAMESPACE}
+    return any(name.startswith(f"{deployment}#") and name != own_name() for name in named)
 
 
 def own_application() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,15 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from manta.workers.decoders.mixers.gated_delta import gated_delta
 from manta.workers.kernels import convolution, cpu_recurrence, recurrence, recurrent_layer
 from manta.workers.kernels.recurrence import RecurrentInputs, advance, chunked, one_token, sequential
 from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kernels.weights import RecurrentWeights
+from manta.workers.models.recurrent_shapes import DeltaShape, RecurrentKind
 from manta.workers.step import StateUse
 from tests.checkpoints import on_one_thread
-from tests.workers.cpu_forms import COMPILED, EMULATED, in_form
+from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 
 NUM_TOKENS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 150, 2, 6, 24, 16
 KINDS = {
@@ -270,3 +274,91 @@ def test_the_largest_number_so_far_has_the_same_bits_wherever_a_step_begins(form
         expected = recurrent_layer.running_max(numbers, log_decay, expected_states, step)
         assert close(cpu_recurrence.running_max(numbers, log_decay, states, step), expected)
         assert close(states, expected_states)
+
+
+class Unchanged:
+    """A linear that returns its input."""
+
+    def forward(self, x: torch.Tensor, step: Any = None) -> torch.Tensor:
+        return x
+
+
+def delta_net(shape: DeltaShape) -> RecurrentWeights:
+    """A gated delta net without linears."""
+    channels, heads = sum(shape.sizes), shape.num_value_heads
+    tensors = {
+        "kernel": random(channels, shape.width, seed=1),
+        "rates": -random(heads, seed=2).exp(),
+        "time_bias": random(heads, seed=3),
+        "norm": random(shape.value_dim, seed=4),
+    }
+    inputs = {"input": Unchanged()}
+    squares: Any = None  # of mixers whose norms are over ranks
+    return RecurrentWeights(RecurrentKind.GATED_DELTA, shape, inputs, Unchanged(), tensors, 1, squares)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "value_dim", "beta_scale"),
+    [(torch.bfloat16, 4, 150, 1.0), (torch.float32, 3, 100, 2.0), (torch.float32, 4, 6, 1.0)],
+)
+def test_a_delta_net_in_one_call_has_the_bits_of_its_parts(
+    form: str, dtype: torch.dtype, width: int, value_dim: int, beta_scale: float
+) -> None:
+    shape = DeltaShape(
+        num_key_heads=GROUPS,
+        num_value_heads=HEADS,
+        key_dim=KEY_DIM,
+        value_dim=value_dim,
+        width=width,
+        norm_eps=1e-6,
+        beta_scale=beta_scale,
+    )
+    weights, step = delta_net(shape), RecurrentStep.build([3, 9, 0], [1, 1, 1], DECODES)
+    x = random(3, sum(shape.sizes) + HEADS * value_dim + 2 * HEADS, seed=5).to(dtype)
+    apart = types.SimpleNamespace(**vars(cpu_recurrence))
+    apart.delta_step = recurrent_layer.delta_step
+
+    def computed(kernels: Any) -> tuple[torch.Tensor, ...]:
+        states = tuple(states_of(*each) for each in shape.state.tensors)
+        metadata: Any = None
+        return gated_delta(weights, x, metadata, step, states, kernels), *states
+
+    expected = computed(apart)
+    for count in (1, 2):
+        with threads(count):
+            found = computed(cpu_recurrence)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    by_torch = computed(recurrent_layer)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    assert all(
+        (one - other).abs().max() <= tolerance * other.abs().max() for one, other in zip(found, by_torch, strict=True)
+    )
+
+
+def test_what_one_call_of_a_delta_net_does_not_take_is_left_as_it_is(form: str) -> None:
+    shape = DeltaShape(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=4, width=5, norm_eps=1e-6)
+    weights, states = delta_net(shape), tuple(states_of(*each) for each in shape.state.tensors)
+    before = [each.clone() for each in states]
+    for step in steps():
+        x = random(int(step.starts[-1]), 2 * 8 + 3 * 8 + 2 * 2, seed=5)
+        assert cpu_recurrence.delta_step(x, weights.tensors, shape, 1e-6, states, step) is None
+    assert all(torch.equal(*pair) for pair in zip(states, before, strict=True))
+
+
+def test_one_call_of_a_delta_net_goes_on_where_a_prompt_ended(form: str) -> None:
+    shape = DeltaShape(
+        num_key_heads=GROUPS, num_value_heads=HEADS, key_dim=KEY_DIM, value_dim=40, width=4, norm_eps=1e-6
+    )
+    weights, states = delta_net(shape), tuple(states_of(*each) for each in shape.state.tensors)
+    x = random(6, sum(shape.sizes) + HEADS * 40 + 2 * HEADS, seed=5)
+    metadata: Any = None
+
+    def computed(first: int, end: int, use: StateUse) -> torch.Tensor:
+        step = RecurrentStep.build([first], [end - first], [use])
+        return gated_delta(weights, x[first:end], metadata, step, states, cpu_recurrence)
+
+    whole = computed(0, 6, StateUse(0, [(6, 1)]))
+    pieces = [computed(0, 3, StateUse(0, [(3, 2)]))]
+    pieces += [computed(at, at + 1, StateUse(at - 1, [(at + 1, at)])) for at in (3, 4, 5)]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert all(torch.equal(each[5], each[1]) for each in states)

@@ -31,7 +31,25 @@ def gated_delta(
     """
     shape, tensors = weights.shape, weights.tensors
     assert isinstance(shape, DeltaShape)
-    projected = weights.inputs["input"].forward(x, metadata).float()
+    projected = weights.inputs["input"].forward(x, metadata)
+    normed = kernels.delta_step(projected, tensors, shape, _NORM_EPS, states, step)
+    if normed is None:
+        normed = _delta_net(projected.float(), tensors, shape, step, states, kernels, x.dtype).to(x.dtype)
+    return weights.output.forward(normed, metadata)
+
+
+def _delta_net(
+    projected: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    shape: DeltaShape,
+    step: RecurrentStep,
+    states: tuple[torch.Tensor, ...],
+    kernels: RecurrentKernels,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns what the output linear reads, float32 [num_tokens, num_value_heads * value_dim]. `dtype` is that of the
+    activations.
+    """
     heads = shape.num_value_heads
     mixed, gate, beta, time = projected.split([sum(shape.sizes), shape.sizes[2], heads, heads], dim=-1)
     mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
@@ -41,13 +59,12 @@ def gated_delta(
             *delta_heads(mixed, shape, kernels),
             log_decay=tensors["rates"] * kernels.softplus(time, tensors["time_bias"]),
             beta=beta if shape.beta_scale == 1 else beta * shape.beta_scale,
-            dtype=x.dtype,
+            dtype=dtype,
         ),
         states[1],
         step,
     )
-    normed = kernels.gated_norm(outputs, gate, tensors["norm"], shape.norm_eps)
-    return weights.output.forward(normed.to(x.dtype), metadata)
+    return kernels.gated_norm(outputs, gate, tensors["norm"], shape.norm_eps)
 
 
 def delta_heads(

@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "attention_plan.h"
-#include "byte_scores.h"
+#include "byte_products.h"
 #include "nibbles.h"
 #include "parallel.h"
 #include "quantized_floats.h"
@@ -39,10 +39,10 @@ struct KeyBlock {
     size_t offsets[KEY_BLOCK];
 };
 
-// Runs units of work; T and C as in `Attention`, E is the element of the packed operands (bf16 or float). Numbers of a
-// rounded cache stay whole when packed: scales are applied to scores and probabilities, of which there are fewer. If it
-// is rotated, queries are rotated too, and results rotated back. EMULATES_FUSED: products are rounded as if the
-// processor fused them with sums.
+// Runs units of work; T and C as in `Attention`, E is the element of the packed operands: float, bf16, or int8_t for a
+// cache of four bits. Numbers of a rounded cache stay whole when packed: scales are applied to scores and probabilities,
+// of which there are fewer. If it is rotated, queries are rotated too, and results rotated back. EMULATES_FUSED:
+// products are rounded as if the processor fused them with sums.
 template <class T, class C, class E, bool EMULATES_FUSED>
 class AttentionWorker {
   public:
@@ -51,7 +51,8 @@ class AttentionWorker {
           plan_(plan),
           results_(results),
           group_(call.num_heads / call.num_kv_heads),
-          width_(width_of(call.head_dim)) {}
+          width_(width_of(call.head_dim)),
+          query_size_(width_ + (SUMS_BYTES ? sizeof(RoundedQuery) : 0)) {}
 
     // Runs a unit, and prefetches the first keys of the next unit, if there is one
     void run(const Unit& unit, const Unit* next, Scratch& scratch, Scratch& member_scratch) {
@@ -89,11 +90,12 @@ class AttentionWorker {
     }
 
   private:
-    static constexpr bool PAIRS = !std::is_same<E, float>::value;
+    static constexpr bool PAIRS = std::is_same<E, bf16>::value;
+    static constexpr bool SUMS_BYTES = std::is_same<E, int8_t>::value;
     static constexpr bool IS_ROTATED = CacheLayout<C>::IS_ROTATED;
-    static constexpr bool SUMS_BYTES = IS_ROTATED && PAIRS && HAS_BYTE_SCORES;  // of queries times keys
-    static constexpr int GRANULE = PAIRS ? 32 : SUM_LANES;  // keys are padded to a multiple
+    static constexpr int GRANULE = std::is_same<E, float>::value ? SUM_LANES : 32;  // keys are padded to a multiple
     static constexpr int WIDTH_GRANULE = IS_ROTATED ? NIBBLE_GROUP : GRANULE;  // head_dim is padded to a multiple
+    static constexpr int WEIGHTS = KEY_BLOCK + (SUMS_BYTES ? sizeof(float) : 0);  // elements of a row's probabilities
 
     // Computes the shared keys for the rows of all members, then continues each member's rows with its first own split
     void run_members(const Task& task, const Task* next_task, int next_split, Scratch& member_scratch) {
@@ -191,9 +193,9 @@ class AttentionWorker {
     void reserve(const Task& task, Scratch& scratch) {
         const size_t heads = task.num_heads;
         const size_t sizes[] = {
-            heads * padded_rows_ * width_ * sizeof(E),
+            heads * padded_rows_ * query_size_ * sizeof(E),
             size_t(std::min(padded_rows_, ROW_BLOCK)) * KEY_BLOCK * sizeof(float),
-            size_t(std::min(padded_rows_, ROW_BLOCK)) * KEY_BLOCK * sizeof(E),
+            size_t(std::min(padded_rows_, ROW_BLOCK)) * WEIGHTS * sizeof(E),
             size_t(width_) * KEY_BLOCK * sizeof(E) * 2,
             heads * padded_rows_ * width_ * sizeof(float),
             heads * padded_rows_ * SUM_LANES * sizeof(float),
@@ -232,7 +234,7 @@ class AttentionWorker {
 
     void load_queries(const Task& task) {
         for (int head = 0; head < task.num_heads; head++) {
-            E* to = queries_ + size_t(head) * padded_rows_ * width_;
+            E* to = queries_ + size_t(head) * padded_rows_ * query_size_;
             const int64_t query_head = int64_t(task.first_head + head) * group_;
             if (task.num_members == 0) {
                 load_tokens(call_.query_start[task.sequence] + task.first_token, task.num_tokens, query_head, to);
@@ -248,17 +250,15 @@ class AttentionWorker {
     E* load_tokens(int64_t first_row, int num_tokens, int64_t query_head, E* to) const {
         for (int64_t row = first_row; row < first_row + num_tokens; row++) {
             const T* from = call_.qkv + row * call_.qkv_stride + query_head * call_.head_dim;
-            for (int i = 0; i < group_; i++, to += width_) load_query(from + i * call_.head_dim, to);
+            for (int i = 0; i < group_; i++, to += query_size_) load_query(from + i * call_.head_dim, to);
         }
         return to;
     }
 
     void load_query(const T* from, E* to) const {
         const int head_dim = call_.head_dim;
-        if constexpr (IS_ROTATED) rotate_from(from, head_dim, rotated_, rotated_ + rotated_size());
-        if constexpr (SUMS_BYTES) {
-            pack_query_bytes(rotated_, head_dim, width_, to);
-        } else if constexpr (IS_ROTATED) {
+        if constexpr (IS_ROTATED) {
+            rotate_from(from, head_dim, rotated_, rotated_ + rotated_size());
             pack_rotated_query(rotated_, head_dim, to);
         } else {
             pack_query(from, head_dim, to);
@@ -343,7 +343,7 @@ class AttentionWorker {
                 load_scales(call_.v_cache, block, task.first_head + head, value_scales_);
             }
             point(call_.k_cache + base, block, span, rows);
-            pack_panels(rows, span, prefetcher);
+            for (int i = 0; i < span; i += LANES) pack_keys(rows + i, call_.head_dim, packed_ + i * width_, prefetcher);
             for (int row = 0; row < rows_; row += ROW_BLOCK) {
                 const int num_rows = std::min(ROW_BLOCK, rows_ - row);
                 const size_t first = size_t(head) * padded_rows_ + row;
@@ -353,38 +353,35 @@ class AttentionWorker {
                     point(call_.v_cache + base, block, span, rows);
                     pack_values(rows, span, call_.head_dim, packed_values, prefetcher);
                 }
-                product(
-                    probabilities_, KEY_BLOCK, packed_values, span, gathered_ + first * width_, width_, num_rows,
-                    width_ / LANES, !is_fresh_
-                );
+                gather(packed_values, span, gathered_ + first * width_, num_rows);
             }
         }
         is_fresh_ = false;
     }
 
-    void pack_panels(const C* const* keys, int span, Prefetcher& prefetcher) {
-        for (int i = 0; i < span; i += LANES) {
-            if constexpr (SUMS_BYTES) {
-                pack_key_bytes(keys + i, call_.head_dim, (char*)packed_ + i * width_, prefetcher);
-            } else {
-                pack_keys(keys + i, call_.head_dim, packed_ + i * width_, prefetcher);
-            }
-        }
-    }
-
     // Products of rows from `first` on, over all heads, with the packed keys
     void score(size_t first, int rows, int panels) {
-        const E* const queries = queries_ + first * width_;
+        const E* const queries = queries_ + first * query_size_;
         if constexpr (SUMS_BYTES) {
-            multiply_bytes(queries, width_ * sizeof(E), packed_, width_, scores_, KEY_BLOCK, rows, panels);
+            multiply_bytes<true>(queries, query_size_, packed_, width_, scores_, KEY_BLOCK, rows, panels, false);
         } else {
             product(queries, width_, packed_, width_, scores_, KEY_BLOCK, rows, panels, false);
         }
     }
 
+    // Adds the products of rows' probabilities with the packed values of `span` keys to what the rows have gathered
+    void gather(const E* values, int span, float* to, int rows) {
+        const int panels = width_ / LANES;
+        if constexpr (SUMS_BYTES) {
+            multiply_bytes<false>(probabilities_, WEIGHTS, values, span, to, width_, rows, panels, !is_fresh_);
+        } else {
+            product(probabilities_, KEY_BLOCK, values, span, to, width_, rows, panels, !is_fresh_);
+        }
+    }
+
     // A score's scale that is its row's
     float query_scale(size_t state) const {
-        return SUMS_BYTES ? RoundedQuery::of(queries_ + state * width_, width_).scale : 1.0f;
+        return SUMS_BYTES ? RoundedQuery::of(queries_ + state * query_size_, width_).scale : 1.0f;
     }
 
     void product(const E* a, int lda, const E* b, int depth, float* c, int ldc, int rows, int panels, bool adds) {
@@ -421,7 +418,7 @@ class AttentionWorker {
             const int low = all_visible ? 0 : int(std::max<int64_t>(0, position + 1 - call_.window - key));
             const size_t state = size_t(head) * padded_rows_ + row;
             const float* scores = scores_ + (row - first_row) * KEY_BLOCK;
-            E* probabilities = probabilities_ + (row - first_row) * KEY_BLOCK;
+            E* probabilities = probabilities_ + (row - first_row) * WEIGHTS;
             float* sum = sums_ + state * SUM_LANES;
             float* gathered = gathered_ + state * width_;
             float& best = maxima_[state];
@@ -442,7 +439,7 @@ class AttentionWorker {
                 }
             };
             if (high <= low) {
-                memset(static_cast<void*>(probabilities), 0, span * sizeof(E));
+                memset(static_cast<void*>(probabilities), 0, WEIGHTS * sizeof(E));
             } else if (low == 0 && high == KEY_BLOCK) {
                 run(std::false_type{}, full);
             } else if (span == KEY_BLOCK) {
@@ -553,12 +550,13 @@ class AttentionWorker {
     float* results_;  // of splits, at the offsets that the plan gives
     const int group_;  // query heads of a KV head
     const int width_;  // head_dim, padded
+    const int query_size_;  // elements from a query's row to the next one
     int rows_ = 0;
     int padded_rows_ = 0;
     bool is_fresh_ = true;  // no key of the split was added to `gathered_` yet, whose content is undefined
-    E* queries_ = nullptr;  // [heads][padded_rows][width]
+    E* queries_ = nullptr;  // [heads][padded_rows][query_size_]
     float* scores_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
-    E* probabilities_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
+    E* probabilities_ = nullptr;  // [ROW_BLOCK][WEIGHTS]
     E* packed_ = nullptr;  // keys, then values, of one block and head; in separate memory if later rows need both again
     float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, still to be divided
     float* sums_ = nullptr;  // [heads][padded_rows][SUM_LANES]

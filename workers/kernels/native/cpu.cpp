@@ -241,7 +241,9 @@ void manta_paged_attention(
     in_dtypes(dtype, cache_dtype, [&](auto element, auto cached) {
         using T = decltype(element);
         using C = decltype(cached);
-        using E = std::conditional_t<std::is_same<T, bf16>::value, Packed, float>;
+        constexpr bool sums_bytes = std::is_same<C, nibbles>::value && HAS_BYTE_PRODUCTS;
+        using Rounded = std::conditional_t<sums_bytes, int8_t, Packed>;
+        using E = std::conditional_t<std::is_same<T, bf16>::value, Rounded, float>;
         const Attention<T, C> call = {
             (const T*)qkv, (const C*)k_cache, (const C*)v_cache, {block_size, num_kv_heads, head_dim, block_stride}, (T*)output,
             query_start, context_lens, block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences,

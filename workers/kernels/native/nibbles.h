@@ -89,25 +89,47 @@ inline float round_to_nibbles(const float* rotated, int head_dim, nibbles* to) {
     return total / code_head<true>(rotated, head_dim, inverse, to).products;
 }
 
+#if defined(__AVX512F__)
+// 16 bytes from dimension `dim` on of four keys, or values, one after the other
+MANTA_INLINE Ints load_groups(const nibbles* a, const nibbles* b, const nibbles* c, const nibbles* d, int dim) {
+    const auto group_of = [&](const nibbles* key) { return _mm_loadu_si128((const __m128i*)(key + dim / 2)); };
+    __m512i four = _mm512_castsi128_si512(group_of(a));
+    four = _mm512_inserti32x4(four, group_of(b), 1);
+    four = _mm512_inserti32x4(four, group_of(c), 2);
+    return (Ints)_mm512_inserti32x4(four, group_of(d), 3);
+}
+#endif
+
 // A group of LANES keys' codes: lane k of words[w] gets the codes [8 * w, 8 * w + 8) of key k's group at `dim`
 MANTA_INLINE void load_words(const nibbles* const* keys, int dim, Ints (&words)[4]) {
-#if defined(__x86_64__)
-    const auto group_of = [&](int key) { return _mm_loadu_si128((const __m128i*)(keys[key] + dim / 2)); };
-#endif
-    for (int i = 0; i < 4; i++) {
+    // Each fourth key is in the same vector, so that a transpose within quarters of vectors brings them into order
 #if defined(__AVX512F__)
-        __m512i four = _mm512_castsi128_si512(group_of(4 * i));
-        four = _mm512_inserti32x4(four, group_of(4 * i + 1), 1);
-        four = _mm512_inserti32x4(four, group_of(4 * i + 2), 2);
-        words[i] = (Ints)_mm512_inserti32x4(four, group_of(4 * i + 3), 3);
+    for (int i = 0; i < 4; i++) words[i] = load_groups(keys[i], keys[i + 4], keys[i + 8], keys[i + 12], dim);
+    const auto zip_words = [](Ints a, Ints b, Ints& low, Ints& high) {
+        low = (Ints)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b);
+        high = (Ints)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b);
+    };
 #elif defined(__AVX2__)
-        const __m256i first = _mm256_castsi128_si256(group_of(2 * i));
-        words[i] = (Ints)_mm256_inserti128_si256(first, group_of(2 * i + 1), 1);
-#else
-        words[i] = load_ints(keys[i] + dim / 2);
-#endif
+    const auto group_of = [&](int key) { return _mm_loadu_si128((const __m128i*)(keys[key] + dim / 2)); };
+    for (int i = 0; i < 4; i++) {
+        words[i] = (Ints)_mm256_inserti128_si256(_mm256_castsi128_si256(group_of(i)), group_of(i + 4), 1);
     }
-    transpose(words);
+    const auto zip_words = [](Ints a, Ints b, Ints& low, Ints& high) {
+        low = (Ints)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b);
+        high = (Ints)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
+    };
+#else
+    for (int i = 0; i < 4; i++) words[i] = load_ints(keys[i] + dim / 2);
+    const auto zip_words = [](Ints a, Ints b, Ints& low, Ints& high) {
+        low = zip_low(a, b);
+        high = zip_high(a, b);
+    };
+#endif
+    Ints even[2], odd[2];
+    zip_words(words[0], words[2], even[0], even[1]);
+    zip_words(words[1], words[3], odd[0], odd[1]);
+    zip_words(even[0], odd[0], words[0], words[1]);
+    zip_words(even[1], odd[1], words[2], words[3]);
 }
 
 // LANES bytes, one in each lane

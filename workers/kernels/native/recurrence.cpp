@@ -7,11 +7,14 @@
 #include <vector>
 
 #include "parallel.h"
+#include "quantized_floats.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int BLOCK_VECTORS = 4;  // columns of a state that stay in registers as sums, twice
+constexpr int WIDE_VECTORS = LANES == 16 ? 8 : BLOCK_VECTORS;  // the same where a thread has all columns of a head
+constexpr int BFLOAT16 = 1;
 constexpr int CHANNELS = 256;     // channels of a convolution that a thread takes together
 constexpr int HEADS = 64;         // heads with values of one number that a thread takes together
 constexpr int64_t SERIAL_NUMBERS = 16384;
@@ -160,43 +163,59 @@ struct Convolution {
     int activates;
 };
 
+// The last inputs of `count` channels, oldest first: WIDTH - 1 numbers of each in a state, WIDTH in a window
+template <int WIDTH>
+MANTA_INLINE void read_windows(const float* state, int count, float* windows) {
+    for (int c = 0; c < count; c++) {
+        for (int i = 0; i < WIDTH - 1; i++) windows[c * WIDTH + i] = state[c * (WIDTH - 1) + i];
+    }
+}
+
+template <int WIDTH>
+MANTA_INLINE void write_windows(const float* windows, int count, float* state) {
+    for (int c = 0; c < count; c++) {
+        for (int i = 0; i < WIDTH - 1; i++) state[c * (WIDTH - 1) + i] = windows[c * WIDTH + i];
+    }
+}
+
+// One token of some channels
+template <int WIDTH>
+MANTA_INLINE void convolve_token(
+    const float* x, const float* kernel, const float* bias, float* windows, float* output, int count, bool activates
+) {
+    for (int c = 0; c < count; c++) {
+        float* taps = windows + c * WIDTH;
+        taps[WIDTH - 1] = x[c];
+        float total = taps[0] * kernel[c * WIDTH];
+        for (int i = 1; i < WIDTH; i++) total += taps[i] * kernel[c * WIDTH + i];
+        output[c] = bias ? total + bias[c] : total;
+        for (int i = 0; i < WIDTH - 1; i++) taps[i] = taps[i + 1];
+    }
+    if (!activates) return;
+    for (int c = 0; c < count; c += LANES) {
+        store_upto(output + c, silu_of<false>(load_upto(output + c, count - c)), count - c);
+    }
+}
+
 template <int WIDTH>
 void convolve_channels(const Convolution& all, int sequence, int first, int count) {
     const int64_t last_row = all.sequence_starts[sequence + 1], channels = all.channels;
     int64_t segment =
         std::lower_bound(all.starts, all.starts + all.num_segments, all.sequence_starts[sequence]) - all.starts;
-    float window[CHANNELS * WIDTH];  // the last inputs of each channel, oldest first
+    float windows[CHANNELS * WIDTH];
     bool is_read = false;
     for (; segment < all.num_segments && all.starts[segment] < last_row; segment++) {
-        if (!is_read) {
-            const float* kept = all.states + (all.reads[segment] * channels + first) * (WIDTH - 1);
-            for (int c = 0; c < count; c++) {
-                for (int i = 0; i < WIDTH - 1; i++) window[c * WIDTH + i] = kept[c * (WIDTH - 1) + i];
-            }
-            is_read = true;
-        }
+        const auto state = [&](int64_t slot) { return all.states + (slot * channels + first) * (WIDTH - 1); };
+        if (!is_read) read_windows<WIDTH>(state(all.reads[segment]), count, windows);
+        is_read = true;
         for (int64_t row = all.starts[segment]; row < all.starts[segment + 1]; row++) {
-            const float* x = all.x + row * channels + first;
-            float* output = all.output + row * channels + first;
-            for (int c = 0; c < count; c++) {
-                float* taps = window + c * WIDTH;
-                const float* kernel = all.kernel + (first + c) * int64_t(WIDTH);
-                taps[WIDTH - 1] = x[c];
-                float total = taps[0] * kernel[0];
-                for (int i = 1; i < WIDTH; i++) total += taps[i] * kernel[i];
-                output[c] = all.bias ? total + all.bias[first + c] : total;
-                for (int i = 0; i < WIDTH - 1; i++) taps[i] = taps[i + 1];
-            }
-            if (all.activates) {
-                for (int c = 0; c < count; c += LANES) {
-                    store_upto(output + c, silu_of<false>(load_upto(output + c, count - c)), count - c);
-                }
-            }
+            const int64_t at = row * channels + first;
+            convolve_token<WIDTH>(
+                all.x + at, all.kernel + first * int64_t(WIDTH), all.bias ? all.bias + first : nullptr, windows,
+                all.output + at, count, all.activates
+            );
         }
-        float* kept = all.states + (all.writes[segment] * channels + first) * (WIDTH - 1);
-        for (int c = 0; c < count; c++) {
-            for (int i = 0; i < WIDTH - 1; i++) kept[c * (WIDTH - 1) + i] = window[c * WIDTH + i];
-        }
+        write_windows<WIDTH>(windows, count, state(all.writes[segment]));
     }
 }
 
@@ -258,28 +277,33 @@ struct GatedNorm {
     float eps;
 };
 
-void norm_and_gate(const GatedNorm& all, int64_t row, int group) {
-    const int size = all.size;
-    const float* x = all.x + (row * all.groups + group) * size;
-    const float* gate = all.gate + row * all.gate_stride + int64_t(group) * size;
-    const float* weight = all.weight + (all.has_wide_weight ? int64_t(group) * size : 0);
-    float* output = all.output + (row * all.groups + group) * size;
+// The norm of one group, times its gate
+MANTA_INLINE void norm_and_gate(
+    const float* x, const float* gate, const float* weight, float* output, int size, bool gates_first, bool has_sigmoid,
+    float eps
+) {
     const auto gate_at = [&](int i) {
         const Floats value = load_upto(gate + i, size - i);
-        return all.has_sigmoid ? sigmoid_of(value) : silu_of<false>(value);
+        return has_sigmoid ? sigmoid_of(value) : silu_of<false>(value);
     };
-    if (all.gates_first) {
+    if (gates_first) {
         for (int i = 0; i < size; i += LANES) {
             store_upto(output + i, load_upto(x + i, size - i) * gate_at(i), size - i);
         }
         x = output;
     }
-    const float inverse = 1.0f / std::sqrt(sum_of_squares(x, size) / size + all.eps);
+    const float inverse = 1.0f / std::sqrt(sum_of_squares(x, size) / size + eps);
     for (int i = 0; i < size; i += LANES) {
         Floats value = load_upto(x + i, size - i) * inverse * load_upto(weight + i, size - i);
-        if (!all.gates_first) value *= gate_at(i);
+        if (!gates_first) value *= gate_at(i);
         store_upto(output + i, value, size - i);
     }
+}
+
+// A head of length 1, times `scale`
+MANTA_INLINE void scale_to_unit(const float* x, float* output, int size, float scale, float eps) {
+    const float factor = scale / std::sqrt(sum_of_squares(x, size) + eps);
+    for (int i = 0; i < size; i += LANES) store_upto(output + i, load_upto(x + i, size - i) * factor, size - i);
 }
 
 // log(1 + e^x) = max(x, 0) + log(1 + e^-|x|), whose second part is twice the series of the inverse hyperbolic tangent: it
@@ -290,6 +314,86 @@ MANTA_INLINE Floats softplus_of(Floats x) {
     Floats series = splat(1.0f / 15);
     for (int odd = 13; odd > 0; odd -= 2) series = series * square + 1.0f / odd;
     return maximum(splat(0), x) + 2.0f * ratio * series;
+}
+
+// Mirrors _DeltaStep of cpu_recurrence.py: a gated delta net between its linears, for one token of each sequence
+struct DeltaStep {
+    // [rows][queries, keys and values of all heads, then their gates, then a beta and a time step of each head]
+    const void* projected;
+    const float *kernel, *rates, *time_bias, *norm;  // [channels, width], [heads] twice, [value_dim]
+    float *windows, *states;                         // [slots, channels, width - 1], [slots, heads, key_dim, value_dim]
+    void* output;                                    // [rows, heads * value_dim]
+    const int64_t *reads, *writes;
+    int dtype;  // of `projected` and `output`
+    int num_rows, num_groups, num_heads, key_dim, value_dim, width;
+    float beta_scale, query_scale, unit_eps, norm_eps;
+};
+
+// `count` columns of a head's state from `from` to `to`, and the outputs
+template <int VECTORS>
+MANTA_INLINE int advance_blocks(
+    const Token& token, const DeltaStep& all, const float* from, float* to, const float* value, float* output, int first
+) {
+    const int stride = all.value_dim, key_dim = all.key_dim, width = VECTORS * LANES;
+    for (; first < stride && (VECTORS == 1 || first + width <= stride); first += width) {
+        const int count = std::min(LANES, stride - first);
+        advance<VECTORS>(token, key_dim, from + first, stride, to + first, stride, value + first, output + first, count);
+    }
+    return first;
+}
+
+// A key head's part of a row: its query and key, and all value heads that share them
+template <class T, int WIDTH>
+void step_group(const DeltaStep& all, int64_t row, int group) {
+    const int key_dim = all.key_dim, value_dim = all.value_dim, repeats = all.num_heads / all.num_groups;
+    const int64_t keys = int64_t(all.num_groups) * key_dim, values = int64_t(all.num_heads) * value_dim;
+    const int64_t channels = 2 * keys + values, width = channels + values + 2 * all.num_heads;
+    const T* const projected = static_cast<const T*>(all.projected) + row * width;
+    thread_local std::vector<float> memory;
+    memory.resize(3 * key_dim + (repeats + 2) * value_dim);
+    float *const query = memory.data(), *const key = query + key_dim, *const decays = key + key_dim;
+    float *const value = decays + key_dim, *const gate = value + repeats * value_dim, *const output = gate + value_dim;
+    const auto widen = [](const T* from, float* to, int count) {
+        for (int i = 0; i < count; i += LANES) store_upto(to + i, load_upto(from + i, count - i), count - i);
+    };
+    const auto convolve = [&](int64_t first, float* to, int count) {
+        float windows[CHANNELS * WIDTH], x[CHANNELS];
+        for (int c = 0; c < count; c += CHANNELS) {
+            const int64_t channel = first + c;
+            const int part = std::min(CHANNELS, count - c);
+            const auto state = [&](int64_t slot) { return all.windows + (slot * channels + channel) * (WIDTH - 1); };
+            widen(projected + channel, x, part);
+            read_windows<WIDTH>(state(all.reads[row]), part, windows);
+            convolve_token<WIDTH>(x, all.kernel + channel * WIDTH, nullptr, windows, to + c, part, true);
+            write_windows<WIDTH>(windows, part, state(all.writes[row]));
+        }
+    };
+    convolve(int64_t(group) * key_dim, query, key_dim);
+    convolve(keys + int64_t(group) * key_dim, key, key_dim);
+    convolve(2 * keys + int64_t(group) * repeats * value_dim, value, repeats * value_dim);
+    scale_to_unit(query, query, key_dim, all.query_scale, all.unit_eps);
+    scale_to_unit(key, key, key_dim, 1, all.unit_eps);
+    const T* const betas = projected + channels + values;
+    for (int i = 0; i < repeats; i++) {
+        const int64_t head = int64_t(group) * repeats + i, size = int64_t(key_dim) * value_dim;
+        const float time = to_float(betas[all.num_heads + head]);
+        const float log_decay = all.rates[head] * softplus_of(splat(time) + splat(all.time_bias[head]))[0];
+        std::fill(decays, decays + key_dim, exp2_of<false>(splat(log_decay * LOG2_E))[0]);
+        const float beta = sigmoid_of(splat(to_float(betas[head])))[0] * all.beta_scale;
+        const Token token = {query, key, decays, beta, true};
+        const float* const from = all.states + (all.reads[row] * all.num_heads + head) * size;
+        float* const to = all.states + (all.writes[row] * all.num_heads + head) * size;
+        const float* const own = value + i * value_dim;
+        int first = advance_blocks<WIDE_VECTORS>(token, all, from, to, own, output, 0);
+        first = advance_blocks<BLOCK_VECTORS>(token, all, from, to, own, output, first);
+        advance_blocks<1>(token, all, from, to, own, output, first);
+        widen(projected + channels + head * value_dim, gate, value_dim);
+        norm_and_gate(output, gate, all.norm, output, value_dim, false, false, all.norm_eps);
+        T* const result = static_cast<T*>(all.output) + row * values + head * value_dim;
+        for (int d = 0; d < value_dim; d += LANES) {
+            store_rounded_upto(result + d, load_upto(output + d, value_dim - d), value_dim - d);
+        }
+    }
 }
 
 // GELU: x times the normal distribution's integral, whose tail is Abramowitz and Stegun's 7.1.26, to 1e-7 of x
@@ -319,7 +423,8 @@ extern "C" {
 
 int manta_recurrence_layout(int which) {
     const int sizes[] = {
-        int(sizeof(Recurrence)), int(sizeof(Convolution)), int(sizeof(GatedNorm)), int(sizeof(RunningMax))};
+        int(sizeof(Recurrence)), int(sizeof(Convolution)), int(sizeof(GatedNorm)), int(sizeof(RunningMax)),
+        int(sizeof(DeltaStep))};
     return sizes[which];
 }
 
@@ -340,6 +445,20 @@ void manta_recur(const Recurrence* all) {
         if (part < whole) return run_columns<BLOCK_VECTORS>(*all, sequence, head, part * block, LANES);
         const int first = whole * block + (part - whole) * LANES;
         run_columns<1>(*all, sequence, head, first, std::min(LANES, all->value_dim - first));
+    });
+}
+
+// `width` is 3 or 4. The bits are those of the separate functions. Heads need not wait for each other, so there is one
+// parallel region
+void manta_delta_step(const DeltaStep* all) {
+    parallel_each(int64_t(all->num_rows) * all->num_groups, [&](int64_t unit) {
+        const int64_t row = unit / all->num_groups;
+        const int group = int(unit % all->num_groups);
+        const auto run = [&](auto element) {
+            using T = decltype(element);
+            all->width == 4 ? step_group<T, 4>(*all, row, group) : step_group<T, 3>(*all, row, group);
+        };
+        all->dtype == BFLOAT16 ? run(bf16{}) : run(float{});
     });
 }
 
@@ -364,18 +483,19 @@ void manta_running_max(const RunningMax* all) {
 void manta_gated_norm(const GatedNorm* all) {
     const int64_t count = int64_t(all->rows) * all->groups;
     parallel_for(count, count * all->size <= SERIAL_NUMBERS, [&](int64_t unit) {
-        norm_and_gate(*all, unit / all->groups, int(unit % all->groups));
+        const int64_t row = unit / all->groups, group = unit % all->groups;
+        norm_and_gate(
+            all->x + unit * all->size, all->gate + row * all->gate_stride + group * all->size,
+            all->weight + (all->has_wide_weight ? group * all->size : 0), all->output + unit * all->size, all->size,
+            all->gates_first, all->has_sigmoid, all->eps
+        );
     });
 }
 
 // Heads of length 1, times `scale`
 void manta_unit_heads(const float* x, float* output, int64_t heads, int size, float scale, float eps) {
     parallel_for(heads, heads * size <= SERIAL_NUMBERS, [&](int64_t head) {
-        const float* from = x + head * size;
-        const float factor = scale / std::sqrt(sum_of_squares(from, size) + eps);
-        for (int i = 0; i < size; i += LANES) {
-            store_upto(output + head * size + i, load_upto(from + i, size - i) * factor, size - i);
-        }
+        scale_to_unit(x + head * size, output + head * size, size, scale, eps);
     });
 }
 

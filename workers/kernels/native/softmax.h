@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "byte_products.h"
 #include "quantized_floats.h"
 #include "tiles.h"
 
@@ -49,7 +50,7 @@ MANTA_INLINE void softmax_row(
     const float* scores, E* probabilities, int vectors, int low, int high, float cap_scale, float factor,
     float& running_max, float* running_sum, float* gathered, int width, const float* key_scales, const float* value_scales
 ) {
-    constexpr bool coarse = !std::is_same<E, float>::value;
+    constexpr bool coarse = !std::is_same<E, float>::value, IS_ROUNDED = std::is_same<E, int8_t>::value;
     Floats logits[KEY_BLOCK / LANES];
     Ints visible[KEY_BLOCK / LANES];
     Floats best = splat(LOWEST);
@@ -85,9 +86,14 @@ MANTA_INLINE void softmax_row(
                 probability *= load(value_scales + i * LANES);
                 if (MASKED) probability = visible[i] ? probability : splat(0);  // a scale may be NaN
             }
-            store(probabilities + i * LANES, probability);
+            if constexpr (IS_ROUNDED) {
+                logits[i] = probability;
+            } else {
+                store(probabilities + i * LANES, probability);
+            }
         }
     }
+    if constexpr (IS_ROUNDED) store_weights(probabilities, logits, vectors);
     memcpy(running_sum, &sums, sizeof(sums));
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from manta.workers.kernels.recurrent_layer import (
     cap,
     centred_heads,
+    delta_step,
     exp,
     head_products,
     row_norm,
@@ -21,6 +22,7 @@ __all__ = [
     "cap",
     "centred_heads",
     "convolve",
+    "delta_step",
     "exp",
     "gated_norm",
     "head_products",

@@ -1,4 +1,4 @@
-"""oneDNN's layout in models that pool: it is used where the model computes the same with it, and nowhere else."""
+"""Packed linears in models that pool: they are used where the model computes the same with it, and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from manta.workers.pooling import onednn_linears
-from manta.workers.pooling.onednn_linears import ModuleOfOneDnn
+from manta.workers.platforms.cpu_linears import make_onednn_linear
+from manta.workers.pooling.packed_linears import PackedModule, pack_linears
 
 
 class _Reads(nn.Module):
@@ -32,9 +32,9 @@ class _Reads(nn.Module):
 def test_linears_are_replaced_and_compute_the_same(dtype: torch.dtype) -> None:
     model, ids = _Reads().to(dtype), torch.arange(12)
     expected = model(ids)
-    onednn_linears.give_layout(model, lambda: True)
+    pack_linears(model, make_onednn_linear, lambda: True)
     if dtype == torch.float32:
-        assert isinstance(model.first, ModuleOfOneDnn)
+        assert isinstance(model.first, PackedModule)
     assert type(model.head) is nn.Linear, "its weight is the embedding's"
     torch.testing.assert_close(model(ids), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
 
@@ -43,7 +43,7 @@ def test_linears_are_replaced_and_compute_the_same(dtype: torch.dtype) -> None:
 def test_a_model_that_reads_a_weight_keeps_its_linears() -> None:
     model, ids = _Reads(), torch.arange(12)
     model.reads = True
-    onednn_linears.give_layout(model, lambda: bool(model(ids).isfinite().all()))
+    pack_linears(model, make_onednn_linear, lambda: bool(model(ids).isfinite().all()))
     assert type(model.first) is nn.Linear
-    onednn_linears.give_layout(model, lambda: False)
+    pack_linears(model, make_onednn_linear, lambda: False)
     assert type(model.first) is nn.Linear
