@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.variants import Variant, variants_of
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""
-_INEXACT = frozenset({Variant.STREAMS, Variant.SPARSE})
-"""Variants that torch computes, with functions whose last bits differ between processors."""
 _OR = "or set exact to false"
 
 
@@ -43,11 +40,6 @@ def _check_model(model: ModelConfig) -> None:
         raise ModelError(
             f"exact needs a model that Manta computes itself, and {model.architecture} runs through transformers; take "
             f"another model, {_OR}"
-        )
-    if inexact := sorted(each.value for each in variants_of(model) & _INEXACT):
-        raise ModelError(
-            f"exact needs layers whose every part has compiled kernels, and torch computes {', '.join(inexact)} of "
-            f"this {model.architecture}; take another model, {_OR}"
         )
     attending = [layer for layer, attends in enumerate(model.attends) if attends]
     for head_dim in sorted({model.heads_of(layer).head_dim for layer in attending}):

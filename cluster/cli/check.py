@@ -364,10 +364,10 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     check_templates(tokenizer.folder)
     check_vocabulary(tokenizer, model)
     adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
-    trial = try_first_layer(engine, folder)
-    layers = choose_groups(model, _draft_config(engine))
-    needs, block_bytes = block_needs(layers.groups, engine), trial.kv_cache_bytes // trial.num_blocks
-    longest = needs.longest(trial.num_blocks, model.max_position_embeddings)
+    trial = try_first_layer(engine, folder, engine.speculative is not None)
+    sizes, layers = trial.cache, choose_groups(model, _draft_config(engine))
+    needs, block_bytes = block_needs(layers.groups, engine), sizes.block_bytes
+    longest = needs.longest(sizes.num_blocks, model.max_position_embeddings)
     return CheckReport(
         folder=engine.model if engine.model.endswith(".gguf") else str(folder),
         architecture=model.architecture,
@@ -382,12 +382,15 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         device=f"{trial.devices} (figures are those of each device)",
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=trial.weight_bytes,
-        kv_cache_bytes=trial.kv_cache_bytes,
+        kv_cache_bytes=sizes.num_bytes,
         kv_cache_dtype=trial.dtype,
         kv_bytes_per_token=block_bytes * len(layers.groups) // engine.block_size,
-        kv_cache_tokens=trial.num_blocks * engine.block_size // len(layers.groups),
+        kv_cache_tokens=sizes.num_blocks * engine.block_size // len(layers.groups),
         kv_groups=_describe_groups(layers, engine.block_size, block_bytes),
-        sequence_bytes=tuple(needs.of_sequence(tokens) * block_bytes for tokens in SEQUENCE_TOKENS),
+        states=_describe_states(sizes, engine),
+        sequence_bytes=tuple(
+            needs.of_sequence(tokens) * block_bytes + 2 * sizes.state_bytes for tokens in SEQUENCE_TOKENS
+        ),
         max_model_len=plan_max_model_len(model, engine.max_model_len, longest),
         model_positions=model.max_position_embeddings,
         free_bytes=trial.free_bytes,

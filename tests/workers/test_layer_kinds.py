@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.exact import check_exact
 from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.model_options import ModelOptions
+from manta.workers.models.draft_heads import draft_head_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
 from manta.workers.platforms import choose_platform
@@ -460,55 +460,53 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
     assert torch.equal(logits_of(silent, tokens), logits_of(folder, tokens))
 
 
-ON_EVERY_DEVICE = (
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "granite",
-    "glm",
-    "glm4",
-    "phi3",
-    "phi3, longrope",
-    "phi4, partial rotation",
-    "qwen3_moe",
-    "gpt_oss",
-    "cohere2",
-)
-"""Cases that GPUs and TPUs compute too."""
+SPARSE = "attention to tokens that an indexer chooses"
+NOT_ON_DEVICES = {
+    "cuda": {
+        **dict.fromkeys(SPARSE_CASES, SPARSE),
+        "longcat_flash": "experts that return what they get",
+        "xlstm": "matrix memories",
+        "zaya": "attention behind convolutions, factors on the residual stream, routers behind an MLP",
+    },
+    "tpu": {
+        **dict.fromkeys(SPARSE_CASES, SPARSE),
+        "axk2": f"{SPARSE}, gates on the results of norms",
+        "llama4": "layers that see a chunk, shares that multiply what experts get",
+        "gemma3n": "heads that differ by layer, .*several residual streams",
+        "gemma4": "heads that differ by layer, .*inputs of each layer",
+        "gemma4, keys as values": "heads that differ by layer",
+        "gemma4, experts": "experts beside an MLP",
+        "longcat_flash": "experts that return what they get, experts whose result is added a layer later",
+        "mimo_v2": "heads that differ by layer",
+        "minimax": "lightning attention, norms that replace the residual stream",
+        "recurrent_gemma": "real-gated linear recurrent units",
+        "xlstm": "matrix memories",
+        "zamba": "blocks that layers share",
+        "zamba2": "blocks that layers share",
+        "zaya": "attention behind convolutions, factors on the residual stream, routers behind an MLP",
+    },
+}
+"""Cases with layers that a device does not compute, and what the refusal names."""
+ON_TPUS = [name for name in CASES if name not in NOT_ON_DEVICES["tpu"] and name not in NOT_GENERATED]
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", ON_EVERY_DEVICE)
-def test_devices_compute_every_variant_of_these_families(name: str, device: str) -> None:
-    check_variants(load_model_config(folder_of(name)), device)
-
-
-@pytest.mark.parametrize("name", ATTENTION_CASES)
-def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
-    check_variants(load_model_config(folder_of(name)), "cuda")
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "device"),
-    [
-        ("deepseek_v3", "latent attention", "tpu"),
-        ("llama4", "layers that see a chunk, queries that grow", "tpu"),
-        ("gemma3n", "several residual streams", "tpu"),
-        ("deepseek_v32", "attention to tokens that an indexer chooses", "tpu"),
-        ("deepseek_v32", "attention to tokens that an indexer chooses", "cuda"),
-        ("longcat_flash", "experts that return what they get", "cuda"),
-        ("xlstm", "matrix memories", "cuda"),
-        ("zaya", "attention behind convolutions, factors on the residual stream, routers behind an MLP", "cuda"),
-        ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
-        ("lfm2", "short convolutions", "tpu"),
-    ],
-)
-def test_devices_refuse_what_they_do_not_compute(name: str, words: str, device: str) -> None:
-    config = load_model_config(folder_of(name))
+@pytest.mark.parametrize("device", NOT_ON_DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_devices_compute_every_layer_or_say_what_they_do_not(name: str, device: str) -> None:
+    config, words = load_model_config(folder_of(name)), NOT_ON_DEVICES[device].get(name)
+    if words is None:
+        check_variants(config, device)
+        return
     with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)
+
+
+def test_tpus_refuse_draft_heads() -> None:
+    """Even of families whose layers they compute."""
+    head = draft_head_config(load_model_config(folder_of("glm4_moe")))
+    check_variants(head, "cpu")
+    with pytest.raises(ModelError, match="device tpu does not compute draft heads, which Glm4Moe"):
+        check_variants(head, "tpu")
 
 
 def test_blocks_that_do_not_fill_chunks_are_refused() -> None:
@@ -527,20 +525,6 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
     words = "device tpu does not compute norms after attention and MLP, norms over all heads together, which Olmo2For"
     with pytest.raises(ModelError, match=words):
         check_variants(config, "tpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("gemma3n", "several residual streams of this Gemma3n"),
-        ("glm_moe_dsa", "attention to tokens that an indexer chooses of this GlmMoeDsa"),
-    ],
-)
-def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
-    folder = folder_of(name)
-    options = ModelOptions(model=str(folder), exact=True, weights="int8")
-    with pytest.raises(ModelError, match=f"torch computes {words}"):
-        check_exact(options, "cpu", load_model_config(folder))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -67,14 +67,14 @@ UNTURNED = torch.cat((torch.ones((64, 4)), torch.zeros((64, 4))), dim=-1)
 
 @pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 500])
 def test_the_best_scores_are_chosen_and_of_equal_ones_the_first(piece_bytes: int) -> None:
-    """Scores are small whole numbers times a factor, so that many are equal, most of them zero."""
+    """Scores are small whole numbers, so that many are equal, most of them zero."""
     generator = torch.Generator().manual_seed(0)
     weights, pieces = indexer(generator), [(0, 30), (25, 3), (0, 7), (40, 1)]
     step = metadata(*pieces)
     count = step.num_tokens
     normed, latents = whole(generator, count, HIDDEN), whole(generator, count, RANK)
     keys = whole(generator, NUM_BLOCKS, BLOCK_SIZE, SHAPE.head_dim)
-    choice = choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step, piece_bytes)
+    choice = choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step, reference, piece_bytes)
     assert choice.slots is not None
     assert choice.lens is not None
     queries = weights.queries.forward(latents).view(count, SHAPE.num_heads, -1).numpy()
@@ -96,7 +96,7 @@ def test_a_step_of_short_sequences_chooses_nothing() -> None:
     weights, step = indexer(generator), metadata((0, SHAPE.num_chosen), (3, 2))
     normed, latents = whole(generator, step.num_tokens, HIDDEN), whole(generator, step.num_tokens, RANK)
     keys = whole(generator, NUM_BLOCKS, BLOCK_SIZE, SHAPE.head_dim)
-    assert choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step) == TokenChoice()
+    assert choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step, reference) == TokenChoice()
 
 
 def test_what_is_no_number_is_chosen_last() -> None:
@@ -106,7 +106,7 @@ def test_what_is_no_number_is_chosen_last() -> None:
     keys = whole(generator, NUM_BLOCKS, BLOCK_SIZE, SHAPE.head_dim)
     for position in range(0, 30, 2):
         keys.view(-1, SHAPE.head_dim)[slot(step, 0, position)] = torch.nan
-    choice = choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step)
+    choice = choose_tokens(weights, normed, latents, UNTURNED, 4, keys, step, reference)
     assert choice.slots is not None
     odd = {slot(step, 0, position) for position in range(1, 30, 2)}
     assert set(choice.slots[0].tolist()) <= odd

@@ -17,6 +17,7 @@ from manta.workers.decoders.alternating_updates import (
     gathered_streams,
     low_rank_residual,
     predicted_streams,
+    sparse_gate,
     spread_streams,
 )
 from manta.workers.decoders.convolved_attention import attend_convolved
@@ -258,7 +259,7 @@ class Decoder:
         streams_weights = self.weights.streams
         assert streams_weights is not None
         assert inputs is not None
-        streams = spread_streams(streams_weights.spread, residual)
+        streams = spread_streams(streams_weights.spread, residual, self._kernels)
         for index, ((layer, place, source, heads, sliding_window, _, _), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
@@ -269,17 +270,22 @@ class Decoder:
             assert layer.own_input is not None
             assert isinstance(mixer, AttentionWeights)
             group = metadata.of_group(place.group)
-            predicted = predicted_streams(updates, streams, self._norm)
+            predicted = predicted_streams(updates, streams, self._norm, self._kernels)
             normed = self._norm(predicted[0], layer.input_norm)
             attended = self._attend(mixer, normed, table, group, kv_caches[source], heads, sliding_window, None)
             attended = predicted[0] + self._norm(attended, layer.mixer_output_norm)
             summed = (attended + low_rank_residual(updates, normed, self._norm)) * 2**-0.5
+            if updates.sparse_gates is not None:
+                assert isinstance(mlp, GatedMlpWeights)
+                gate = functools.partial(sparse_gate, self.config.activation, updates.sparse_gates, self._kernels)
+                mlp = GatedMlpWeights(GatedLinear(mlp.gated, gate), mlp.down)
             update = self._mlp(mlp, self._norm(summed, layer.mlp_norm), metadata)
             computed = summed + self._norm(update, layer.mlp_output_norm)
-            streams = corrected_streams(updates, predicted, computed, self._norm)
+            streams = corrected_streams(updates, predicted, computed, self._norm, self._kernels)
             first = streams[0] if updates.output_scale is None else streams[0] * updates.output_scale
             streams[1:] += add_own_input(layer.own_input, first, inputs[index], self.config, self._kernels)
-        return self._norm(gathered_streams(streams_weights.gather, streams), self.weights.final_norm)
+        gathered = gathered_streams(streams_weights.gather, streams, self._kernels)
+        return self._norm(gathered, self.weights.final_norm)
 
     def _attend_block(
         self,

@@ -71,7 +71,7 @@ def attend_latent(
     _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
     indexer = weights.indexer
     if indexer is not None:
-        keys = index_keys(indexer, normed, cos_sin, shape.rope_dim, metadata)
+        keys = index_keys(indexer, normed, cos_sin, shape.rope_dim, metadata, kernels)
         _index_part(together[:, -1], shape).copy_(keys.unflatten(-1, (2, -1)))
     elif choice is not None:
         _index_part(together[:, -1], shape).zero_()
@@ -82,7 +82,8 @@ def attend_latent(
     if indexer is not None:
         assert choice is not None
         cached_keys = _index_part(kv_cache[0], shape)
-        choice.take(choose_tokens(indexer, normed, query_latents, cos_sin, shape.rope_dim, cached_keys, metadata))
+        rope = cos_sin, shape.rope_dim
+        choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
     if choice is None or choice.slots is None:
         attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
     else:

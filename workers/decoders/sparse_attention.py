@@ -41,12 +41,17 @@ class TokenChoice:
 
 
 def index_keys(
-    weights: IndexerWeights, normed: torch.Tensor, cos_sin: torch.Tensor, rope_dim: int, metadata: AttentionMetadata
+    weights: IndexerWeights,
+    normed: torch.Tensor,
+    cos_sin: torch.Tensor,
+    rope_dim: int,
+    metadata: AttentionMetadata,
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Returns the rotated keys of normed hidden states, float32 [num_tokens, head_dim]."""
     shape = weights.shape
     keys = weights.keys.forward(normed, metadata).float()
-    keys = F.layer_norm(keys, (shape.head_dim,), weights.key_norm, weights.key_bias, shape.norm_eps)
+    keys = kernels.layer_norm(keys, weights.key_norm, shape.norm_eps) + weights.key_bias
     return _rotated(keys.to(normed.dtype).unsqueeze(1), cos_sin, rope_dim, shape, metadata).squeeze(1)
 
 
@@ -58,6 +63,7 @@ def choose_tokens(
     rope_dim: int,
     cached_keys: torch.Tensor,
     metadata: AttentionMetadata,
+    kernels: Kernels,
     piece_bytes: int = PIECE_BYTES,
 ) -> TokenChoice:
     """Returns what the tokens of a step attend to, by their normed hidden states and the normed latent vectors of their
@@ -69,7 +75,7 @@ def choose_tokens(
         return TokenChoice()
     queries = weights.queries.forward(query_latents, metadata).unflatten(-1, (shape.num_heads, -1))
     queries = _rotated(queries, cos_sin, rope_dim, shape, metadata)
-    shares = weights.shares.forward(normed.float()) * shape.num_heads**-0.5
+    shares = weights.shares.forward(normed.float())
     slots = torch.zeros((len(normed), shape.num_chosen), dtype=torch.int32, device=normed.device)
     starts = metadata.query_start.tolist()
     for sequence, context_len in enumerate(metadata.context_lens.tolist()):
@@ -79,10 +85,10 @@ def choose_tokens(
         if context_len <= shape.num_chosen:
             slots[first:last, :context_len] = own_slots[:context_len]
             continue
-        keys = cached_keys[blocks].reshape(-1, shape.head_dim)[:context_len].float()
+        keys = cached_keys[blocks].reshape(-1, shape.head_dim)[:context_len].float().T.contiguous()
         seen = torch.arange(context_len, device=blocks.device)
         for rows in _pieces(first, last, shape.num_heads * context_len * keys.itemsize, piece_bytes):
-            scores = _scores(queries[rows], keys, shares[rows], shape.head_dim**-0.5)
+            scores = _scores(queries[rows], keys, shares[rows], kernels)
             scores.masked_fill_(seen > metadata.positions[rows].unsqueeze(1), -torch.inf)
             slots[rows] = own_slots[_best(scores, shape.num_chosen)].int()
     return TokenChoice(slots, (metadata.positions + 1).clamp(max=shape.num_chosen).int())
@@ -137,12 +143,14 @@ def _rotated(
     return torch.cat((low * cos - high * sin, high * cos + low * sin, plain), dim=-1)
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns the scores of all keys [context_len, head_dim] for each token, float32 [num_tokens, context_len]; minus
-    infinity for what is no number.
+def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """Returns the scores of all keys [head_dim, context_len] for each token, float32 [num_tokens, context_len]; minus
+    infinity for what is no number. The paper's constant factors on all scores change no choice, and are left out.
     """
-    products = torch.matmul(queries, keys.T).mul_(scale).relu_()
-    scores = torch.matmul(shares.unsqueeze(-2), products).squeeze(-2)
+    num_tokens, num_heads, _ = queries.shape
+    products = kernels.head_products(queries.flatten(0, 1).unsqueeze(1), keys.unsqueeze(0))
+    products = products.reshape(num_tokens, num_heads, -1).relu_()
+    scores = kernels.head_products(shares.unsqueeze(0), products).squeeze(0)
     return scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
@@ -150,11 +158,10 @@ def _best(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
     """Returns where the best scores of each row are, int64 [num_rows, num_chosen] in ascending order; of those that
     equal the last one of them, the first ones.
     """
-    least = scores.topk(num_chosen, dim=-1).values[:, -1:]
-    better, equal = scores > least, scores == least
-    num_equal = num_chosen - better.sum(-1, keepdim=True)
-    chosen = better | (equal & (equal.cumsum(-1) <= num_equal))
-    return chosen.nonzero()[:, 1].view(-1, num_chosen)
+    bits = (scores + 0.0).view(torch.int32).long()  # the sum makes 0 of -0
+    in_order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that compare as the floats do
+    ranked = (in_order << 32) - torch.arange(scores.shape[1], device=scores.device)
+    return ranked.topk(num_chosen, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
 def _each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, num_blocks: int) -> AttentionMetadata:
@@ -171,7 +178,7 @@ def _each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, nu
         block_tables=torch.arange(num_rows * num_blocks, dtype=torch.int32, device=device).view(num_rows, -1),
         max_query_len=1,
         max_context_len=int(lens.max()),
-        total_context_len=int(lens.sum()),
+        total_context_len=sum(lens.tolist()),
         shared_prefixes=None,
         other_groups=(),
     )

@@ -9,8 +9,8 @@ import jax
 from manta.workers.jax_worker.attention import AttentionForm
 from manta.workers.jax_worker.batch import BatchShape
 from manta.workers.jax_worker.decoder import forward
+from manta.workers.jax_worker.layer_arrays import Parameters
 from manta.workers.jax_worker.low_rank import RankPools, with_adapters
-from manta.workers.jax_worker.parameters import Parameters
 from manta.workers.kv_groups import LayerPlace
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
@@ -18,7 +18,7 @@ from manta.workers.models.model_config import ModelConfig
 
 def forward_with_adapters(
     config: ModelConfig,
-    places: tuple[LayerPlace, ...],
+    places: tuple[LayerPlace | None, ...],
     form: AttentionForm,
     shape: BatchShape,
     pools: RankPools,

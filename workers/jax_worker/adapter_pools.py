@@ -33,8 +33,8 @@ from manta.workers.jax_worker.low_rank import (
     write_ranks,
 )
 from manta.workers.jax_worker.mesh import AXIS, place
-from manta.workers.jax_worker.parameters import DTYPES, num_kv_heads
 from manta.workers.jax_worker.programs import jitted
+from manta.workers.jax_worker.weight_reader import DTYPES, num_kv_heads
 from manta.workers.kernels.adapted_linear import LowRankPart, TorchAdaptedLinear
 from manta.workers.model_info import AdapterInfo
 from manta.workers.model_options import ModelOptions

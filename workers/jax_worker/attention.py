@@ -2,7 +2,8 @@
 
 On TPUs it is the Pallas kernel that comes with JAX. Elsewhere it is a loop over chunks of keys with a running softmax
 (Milakov and Gimelshein, 2018), which any backend compiles. Each device computes its own heads. Pages have the kernel's
-layout: [num_blocks, block_size, 2 * num_kv_heads, head_dim], with the key and the value of a head side by side.
+layout: [num_blocks, block_size, 2 * num_kv_heads, head_dim], with the key and the value of a head side by side. In
+latent attention they are one: pages are [num_blocks, block_size, 1, head_dim], whole on every device.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ class AttentionForm(NamedTuple):
     """Whether Pallas's kernel computes it."""
     logit_cap: float = 0.0
     """Soft bound of the scaled products (`HeadShape.logit_cap`); 0 for none."""
+    keys_are_values: bool = False
+    """Whether the cached head is key and value of all query heads (`HeadShape.latent_dim`)."""
+
+    @property
+    def page_split(self) -> PartitionSpec:
+        """The split of pages over the devices."""
+        return _WHOLE if self.keys_are_values else _PAGES
 
 
 def page_head_dim(head_dim: int, uses_kernel: bool) -> int:
@@ -64,7 +72,7 @@ def attend(
     form: AttentionForm,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     pages: jax.Array,
     batch: StepBatch,
     sliding_window: int | None,
@@ -75,11 +83,13 @@ def attend(
     `query` is [num_tokens, num_heads, head_dim], `key` and `value` are [num_tokens, num_kv_heads, head_dim]. Query head
     `h` reads KV head `h // (num_heads // num_kv_heads)` of its device. A token sees `sliding_window` positions
     including its own; None means all. `sinks`, float32 [num_heads], are a further logit of each head, which has no
-    value. Pallas's kernel has none, so the loop computes layers with sinks on TPUs too.
+    value. If `form.keys_are_values`, there is no `value`, and the only key is that of all query heads. Pallas's kernel
+    has neither, so the loop computes such layers on TPUs too.
     """
     body = functools.partial(_attend_on_device, form, sliding_window)
-    specs = (_HEADS, _HEADS, _HEADS, _PAGES, _WHOLE, PartitionSpec(AXIS))
-    mapped = jax.shard_map(body, mesh=form.mesh, in_specs=specs, out_specs=(_HEADS, _PAGES), check_vma=False)
+    of_key = _WHOLE if form.keys_are_values else _HEADS
+    specs = (_HEADS, of_key, of_key, form.page_split, _WHOLE, PartitionSpec(AXIS))
+    mapped = jax.shard_map(body, mesh=form.mesh, in_specs=specs, out_specs=(_HEADS, form.page_split), check_vma=False)
     attended, pages = mapped(query, key, value, pages, batch, sinks)
     return attended, pages
 
@@ -89,29 +99,29 @@ def _attend_on_device(
     sliding_window: int | None,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     pages: jax.Array,
     batch: StepBatch,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     head_dim = query.shape[-1]
     padding = ((0, 0), (0, 0), (0, pages.shape[-1] - head_dim))
-    query, key, value = (jnp.pad(each, padding) for each in (query, key, value))
-    pages = write_pages(key, value, pages, batch)
-    if form.uses_kernel and sinks is None:
+    query, *cached = (jnp.pad(each, padding) for each in (query, key, value) if each is not None)
+    pages = write_pages(tuple(cached), pages, batch)
+    if form.uses_kernel and sinks is None and not form.keys_are_values:
         attended = attend_by_kernel(query, pages, batch, form.scale, sliding_window, form.logit_cap)
     else:
         attended = attend_by_chunks(query, pages, batch, form.scale, sliding_window, form.logit_cap, sinks)
     return attended[:, :, :head_dim], pages
 
 
-def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: StepBatch) -> jax.Array:
-    """Writes each token's key and value into its slot; those of padding are dropped."""
+def write_pages(cached: tuple[jax.Array, ...], pages: jax.Array, batch: StepBatch) -> jax.Array:
+    """Writes each token's key and value, or its key alone, into its slot; those of padding are dropped."""
     num_blocks, block_size, num_combined, head_dim = pages.shape
     position = jnp.maximum(batch.positions, 0)
     block = batch.block_tables[batch.sequences, position // block_size]
     block = jnp.where(batch.positions < 0, num_blocks, block)
-    together = jnp.stack([key, value], axis=2).reshape(-1, num_combined, head_dim)
+    together = jnp.stack(cached, axis=2).reshape(-1, num_combined, head_dim)
     if pages.dtype == jnp.uint16:
         together = jax.lax.bitcast_convert_type(together, jnp.uint16)
     return pages.at[block, position % block_size].set(together, mode="drop")
@@ -168,10 +178,10 @@ def attend_by_chunks(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention of every token over its sequence's pages, [num_tokens, num_heads, head_dim], without a
-    kernel. Results for padding are undefined.
+    kernel. Pages with a single head have a key that is the value too. Results for padding are undefined.
     """
     num_tokens, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = pages.shape[1], pages.shape[2] // 2
+    block_size, num_kv_heads = pages.shape[1], max(1, pages.shape[2] // 2)
     blocks = max(1, CHUNK_TOKENS // block_size)
     width = batch.block_tables.shape[1]
     tables = jnp.pad(batch.block_tables, ((0, 0), (0, -width % blocks)))
@@ -189,8 +199,8 @@ def attend_by_chunks(
         chosen = pages[ids]
         if chosen.dtype == jnp.uint16:
             chosen = jax.lax.bitcast_convert_type(chosen, query.dtype)
-        both = chosen.reshape(num_tokens, chunk, num_kv_heads, 2, head_dim).astype(jnp.float32)
-        key, value = both[:, :, :, 0], both[:, :, :, 1]
+        cached = chosen.reshape(num_tokens, chunk, num_kv_heads, -1, head_dim).astype(jnp.float32)
+        key, value = cached[:, :, :, 0], cached[:, :, :, -1]
         scores = soft_cap(jnp.einsum("tkgd,tskd->tkgs", grouped, key, precision=precision), logit_cap)
         distance = positions[:, None] - (index * chunk + jnp.arange(chunk))
         visible = distance >= 0

@@ -7,13 +7,21 @@ transfer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from manta.workers.step import SCRATCH_STATE, ZERO_STATE, StateUse
+
 LEAST_SIZE = 8
 """Smallest number of tokens or sample points of a program, because TPUs compute eight rows at a time."""
+SHORT_TOKENS = 8
+"""Most tokens of a sequence whose recurrent states advance together with those of other sequences, one token of each
+at a time. Those of longer sequences advance in chunks, one sequence after the other.
+"""
+CHUNK_TOKENS = 64
+"""Most tokens of a chunk, as in the kernels of Yang et al. (2024)."""
 
 
 def padded(count: int) -> int:
@@ -46,13 +54,37 @@ class BatchShape(NamedTuple):
     """Blocks of the longest sequence, which is the width of block tables."""
     num_groups: int = 1
     """Groups of layers, each with its block tables (`workers/kv_groups.py`)."""
+    has_states: bool = False
+    """Whether layers have recurrent states, whose slots are then part of the batch."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each field of `StepBatch`."""
+        """Elements of each field of `StepBatch`, then of each of `StateBatch`."""
         tokens, sequences = self.num_tokens, self.num_sequences
         tables = self.num_groups * sequences * self.num_blocks
-        return tokens, tokens, tokens, tokens, sequences + 1, sequences, 1, tables
+        of_states = (sequences, tokens, tokens, 1, 4 * tokens, 1) if self.has_states else ()
+        return tokens, tokens, tokens, tokens, sequences + 1, sequences, 1, tables, *of_states
+
+
+class StateBatch(NamedTuple):
+    """The slots of recurrent states of a batch, int32 arrays. A sequence's tokens are cut into segments at the
+    positions whose states are kept. Each segment starts from the state that the one before it has written.
+    """
+
+    reads: jax.Array
+    """The slot with the state before each sequence's first token, [num_sequences]."""
+    ends: jax.Array
+    """Index of each segment's last token, [num_tokens]; `num_tokens` for padding."""
+    slots: jax.Array
+    """The slot that gets the state after each segment, [num_tokens]; `SCRATCH_STATE` for padding."""
+    num_segments: jax.Array
+    """Number of segments of the step, [1]."""
+    chunks: jax.Array
+    """The chunks of sequences with more than `SHORT_TOKENS` tokens, [4, num_tokens]: the first token, the number of
+    tokens, the slot with the state before them, and the one that gets the state after them.
+    """
+    num_chunks: jax.Array
+    """Number of chunks of the step, [1]."""
 
 
 class StepBatch(NamedTuple):
@@ -76,13 +108,15 @@ class StepBatch(NamedTuple):
     """Number of sequences of the step, [1]."""
     block_tables: jax.Array
     """Block tables [num_groups, num_sequences, num_blocks]; `of_group` leaves those of one group."""
+    states: StateBatch | None = None
+    """The slots of recurrent states; None for a model without."""
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: BatchShape) -> StepBatch:
-        ends = np.cumsum(shape.sizes).tolist()
-        fields = [packed[end - size : end] for size, end in zip(shape.sizes, ends, strict=True)]
-        fields[-1] = fields[-1].reshape(shape.num_groups, shape.num_sequences, shape.num_blocks)
-        return cls(*fields)
+        *fields, tables = _fields(packed, shape)[:8]
+        states = _state_fields(packed, shape) if shape.has_states else None
+        by_group = tables.reshape(shape.num_groups, shape.num_sequences, shape.num_blocks)
+        return cls._make([*fields, by_group, states])
 
     def of_group(self, group: int) -> StepBatch:
         """Returns the batch for the layers of one group, with block tables [num_sequences, num_blocks]."""
@@ -96,16 +130,16 @@ def pack(
     lens: np.ndarray,
     block_tables: Sequence[np.ndarray],
     sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    states: Sequence[StateUse] = (),
 ) -> np.ndarray:
     """Packs `lens[i]` tokens of each sequence `i` from position `starts[i]`. Returns int32 [sum of `shape.sizes`].
 
     `token_ids` is the flat batch, [sum of lens]; `block_tables` are int32 [n, blocks] of each group of layers.
-    `sources` are the rows that take a token of the previous step's draw, and the index of that token for each.
+    `sources` are the rows that take a token of the previous step's draw, and the index of that token for each. `states`
+    are the slots of each sequence, if the shape has them.
     """
     packed = np.zeros(sum(shape.sizes), dtype=np.int32)
-    ends = np.cumsum(shape.sizes).tolist()
-    fields = [packed[end - size : end] for size, end in zip(shape.sizes, ends, strict=True)]
-    tokens, drawn, positions, sequences, query_start, context_lens, count, tables = fields
+    tokens, drawn, positions, sequences, query_start, context_lens, count, tables = _fields(packed, shape)[:8]
     num_tokens, num_sequences = len(token_ids), len(lens)
     first = np.cumsum(lens) - lens
     tokens[:num_tokens] = token_ids
@@ -121,4 +155,40 @@ def pack(
     by_group = tables.reshape(shape.num_groups, shape.num_sequences, shape.num_blocks)
     for own, table in zip(by_group, block_tables, strict=True):
         own[:num_sequences, : table.shape[1]] = table
+    if shape.has_states:
+        _fill_states(_state_fields(packed, shape), starts.tolist(), lens.tolist(), states)
     return packed
+
+
+def _fields(packed: Any, shape: BatchShape) -> list[Any]:
+    """Returns the fields of a batch, flat parts of `packed`."""
+    ends = np.cumsum(shape.sizes).tolist()
+    return [packed[end - size : end] for size, end in zip(shape.sizes, ends, strict=True)]
+
+
+def _state_fields(packed: Any, shape: BatchShape) -> StateBatch:
+    fields = StateBatch(*_fields(packed, shape)[8:])
+    return fields._replace(chunks=fields.chunks.reshape(4, -1))
+
+
+def _fill_states(batch: Any, starts: list[int], lens: list[int], uses: Sequence[StateUse]) -> None:
+    """Writes the fields of `batch`, a `StateBatch` of views, for sequences that compute `lens[i]` tokens from position
+    `starts[i]`.
+    """
+    batch.reads[:], batch.slots[:], batch.ends[:] = ZERO_STATE, SCRATCH_STATE, len(batch.ends)
+    num_segments = num_chunks = first_row = 0
+    for index, (start, num_tokens, use) in enumerate(zip(starts, lens, uses, strict=True)):
+        batch.reads[index] = read = use.read
+        row = first_row
+        for position, slot in use.writes:
+            end = first_row + position - start
+            batch.ends[num_segments], batch.slots[num_segments] = end - 1, slot
+            num_segments += 1
+            chunks = range(row, end, CHUNK_TOKENS) if num_tokens > SHORT_TOKENS else ()
+            for chunk in chunks:
+                batch.chunks[:, num_chunks] = chunk, min(CHUNK_TOKENS, end - chunk), read, slot
+                num_chunks += 1
+                read = slot  # a later chunk goes on from there
+            row = end
+        first_row += num_tokens
+    batch.num_segments[0], batch.num_chunks[0] = num_segments, num_chunks

@@ -32,7 +32,7 @@ from manta.workers.kv_groups import one_group
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.variants import check_variants
+from manta.workers.models.variants import check_draft_model, check_variants
 from manta.workers.option_support import check_options
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.phases import Phases
@@ -69,7 +69,7 @@ class JaxWorker:
         self.processors = LogitsProcessorRegistry(config.logits_processors if draws else {})
         folder = resolve_model_folder(config.model)
         model_config = native_config(folder).for_context(config.max_model_len)
-        if loads_draft_head:  # raises: no family with heads that are run computes on a TPU, and no EAGLE-3 head does
+        if loads_draft_head:  # raises: no TPU computes draft heads
             check_variants(draft_head(folder, model_config, draft_folder), "tpu")
         draft_config = None if draft_folder is None else native_config(draft_folder).for_context(config.max_model_len)
         check_num_ranks(model_config, config.tensor_parallel_size)
@@ -83,16 +83,18 @@ class JaxWorker:
         parameters = load_parameters(folder, model_config, dtype, mesh, longest)
         draft_parameters = None
         if draft_folder is not None and draft_config is not None:
+            check_draft_model(draft_config)
             check_num_ranks(draft_config, config.tensor_parallel_size)
             longest = min(longest, draft_config.max_position_embeddings)
             draft_parameters = load_parameters(draft_folder, draft_config, dtype, mesh, longest)
         phases.end("weights")
         layers, whole = choose_groups(model_config, draft_config), weight_bytes(folder, dtype)
-        num_bytes, num_blocks = plan(config, model_config, draft_config, mesh, dtype, whole, layers)
-        fitting = block_needs(layers.groups, config).longest(num_blocks, positions)
+        sizes = plan(config, model_config, draft_config, mesh, dtype, whole, layers, has_drafts=max_draft_tokens > 0)
+        fitting = block_needs(layers.groups, config).longest(sizes.num_blocks, positions)
         max_model_len = plan_max_model_len(model_config, config.max_model_len, fitting)
         largest = config.max_num_batched_tokens, config.max_num_sequences, max_model_len, config.block_size
-        limits = Limits(*largest, len(layers.groups))
+        num_tables = len(layers.groups) if layers.layers_per_block else 0
+        limits = Limits(*largest, num_tables, sizes.num_state_slots)
         _check_tables(limits, mesh)
         self.sequences = RankSequences(
             model_config.vocab_size,
@@ -104,13 +106,13 @@ class JaxWorker:
             len(layers.groups),
         )
         compiler = ProgramCompiler(config.num_threads or host.num_cores())
-        sizes = (num_blocks, model_config.vocab_size, compiler)
-        model = ModelState(model_config, parameters, layers, mesh, limits, *sizes, self.adapters)
+        others = (sizes.num_blocks, model_config.vocab_size, compiler)
+        model = ModelState(model_config, parameters, layers, mesh, limits, *others, self.adapters)
         self.runner = JaxRunner(model, self.sequences, compiler, draws, num_hosts > 1)
         self.draft: JaxDraftRunner | None = None
         if draft_config is not None and draft_parameters is not None:
             in_first = one_group(draft_config.attends), mesh, Limits(*largest)
-            self.draft = JaxDraftRunner(ModelState(draft_config, draft_parameters, *in_first, *sizes), self.runner)
+            self.draft = JaxDraftRunner(ModelState(draft_config, draft_parameters, *in_first, *others), self.runner)
         phases.end("kv_cache")
         compiler.compile(folder.name)
         phases.end("programs")
@@ -124,10 +126,12 @@ class JaxWorker:
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids,
             sampling_defaults=dict(model_config.sampling_defaults),
-            num_blocks=num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=config.block_size,
             groups=layers.groups,
-            kv_cache_bytes=num_bytes,
+            kv_cache_bytes=sizes.num_bytes,
+            num_state_slots=sizes.num_state_slots,
+            state_bytes=sizes.state_bytes,
             kv_cache_dtype=dtype,
             dtype=dtype,
             platform="tpu" if is_tpu(mesh) else "cpu",
@@ -184,7 +188,7 @@ def _check_tables(limits: Limits, mesh: Mesh) -> None:
     """Raises `ModelError` if the attention kernel has no room for a step's block tables."""
     shape = limits.shapes[-1]
     num_bytes = 4 * shape.num_sequences * shape.num_blocks
-    if is_tpu(mesh) and num_bytes > SCALAR_BYTES:
+    if is_tpu(mesh) and limits.num_groups and num_bytes > SCALAR_BYTES:
         raise ModelError(
             f"the block tables of {shape.num_sequences} sequences of {shape.num_blocks} blocks take {num_bytes} bytes, "
             f"and a TPU's scalar memory has room for {SCALAR_BYTES}; raise block_size, or lower max_num_sequences or "

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from manta.workers.jax_worker.parameters import LinearArrays, Parameters
-from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec
+from manta.workers.jax_worker.layer_arrays import LinearArrays, Parameters
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, GatedMlpSpec, LayerSpec, SideBySideSpec
 from manta.workers.models.weight_specs import LinearSpec
 
 _NOBODY = -1, -2
@@ -71,11 +71,16 @@ def pool_name(spec: LinearSpec, part: int) -> str:
 
 def takers_of(spec: LayerSpec) -> Iterator[Taker]:
     """Yields the parts of a layer's linears that take adapters."""
-    for part, field in enumerate(("query", "key", "value")):
-        yield Taker(("attention", field), spec.attention.qkv, part)
-    yield Taker(("attention", "output"), spec.attention.output, 0)
+    attention, fields = spec.mixer, ["mixer"]
+    if isinstance(attention, SideBySideSpec):
+        attention, fields = attention.attention, ["mixer", "attention"]
+    if isinstance(attention, AttentionSpec):
+        for part, field in enumerate(("query", "key", "value")):
+            yield Taker((*fields, field), attention.qkv, part)
+        yield Taker((*fields, "output"), attention.output, 0)
     if isinstance(spec.mlp, GatedMlpSpec):
-        for part, field in enumerate(("gate", "up")):
+        names = ("gate", "up")[-len(spec.mlp.gated.parts) :]
+        for part, field in enumerate(names):
             yield Taker(("mlp", field), spec.mlp.gated, part)
         yield Taker(("mlp", "down"), spec.mlp.down, 0)
 

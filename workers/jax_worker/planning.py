@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import Mesh
 
 from manta.structured import host
-from manta.workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache
+from manta.workers.checkpoints.memory import MOST_OF_FREE, CacheSizes, plan_kv_cache
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker.mesh import free_memory, is_tpu
 from manta.workers.jax_worker.model_state import held_config
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 TPU_KV_SHARE = 0.9
 """Share of a TPU's free memory for the KV cache; the rest is for the largest step."""
-BLOCK_BITS = 7
-"""Significant bits of the number of KV blocks; rounding down to them loses at most 1.6% of the cache."""
+COUNT_BITS = 7
+"""Significant bits of the number of KV blocks, and of slots of recurrent states; rounding down to them loses at most
+1.6% of the cache.
+"""
 
 
 def native_config(folder: pathlib.Path) -> ModelConfig:
@@ -72,9 +74,10 @@ def plan(
     weight_bytes: int,
     layers: LayerGroups | None = None,
     unread_bytes: int = 0,
-) -> tuple[int, int]:
-    """Returns (bytes, blocks) of the KV cache of each device, whose layers form the groups `layers`. `unread_bytes` are
-    the bytes of each device's weights that are not loaded yet.
+    has_drafts: bool = False,
+) -> CacheSizes:
+    """Returns the sizes of the cache of each device, whose layers form the groups `layers`. `unread_bytes` are the
+    bytes of each device's weights that are not loaded yet. `has_drafts` says whether steps verify drafts.
     """
     shares_memory = not is_tpu(mesh)
     free = free_bytes(mesh)
@@ -88,11 +91,17 @@ def plan(
         layers=layers,
         shares_memory=shares_memory,
         most_of_free=MOST_OF_FREE if shares_memory else TPU_KV_SHARE,
+        is_asynchronous=is_tpu(mesh) or config.num_ranks == 1,  # the worker of a single host runs ahead anywhere
+        has_drafts=has_drafts,
     )
-    # The number of blocks is part of a compiled program's cache key, so it must not vary with each free byte.
-    step = 1 << max(0, sizes.num_blocks.bit_length() - BLOCK_BITS)
-    kept = sizes.num_blocks // step * step
-    return sizes.block_bytes * kept, kept
+    # These numbers are part of a compiled program's cache key, so they must not vary with each free byte.
+    return sizes._replace(num_blocks=_rounded(sizes.num_blocks), num_state_slots=_rounded(sizes.num_state_slots))
+
+
+def _rounded(count: int) -> int:
+    """Returns the number rounded down to `COUNT_BITS` significant bits."""
+    step = 1 << max(0, count.bit_length() - COUNT_BITS)
+    return count // step * step
 
 
 def free_bytes(mesh: Mesh) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from tqdm import tqdm
 
 from manta.structured.masks import row_words
@@ -26,9 +26,10 @@ from manta.workers.jax_worker.adapted_forward import forward_with_adapters
 from manta.workers.jax_worker.attention import AttentionForm
 from manta.workers.jax_worker.batch import BatchShape
 from manta.workers.jax_worker.decoder import Pages, compute_logits, forward
+from manta.workers.jax_worker.layer_arrays import LinearArrays, Parameters
 from manta.workers.jax_worker.low_rank import RankPools, num_packed
 from manta.workers.jax_worker.mesh import replicated
-from manta.workers.jax_worker.parameters import LinearArrays, Parameters
+from manta.workers.jax_worker.mixers import States
 from manta.workers.kv_groups import LayerPlace
 from manta.workers.models.model_config import ModelConfig
 
@@ -104,10 +105,11 @@ class ModelPrograms:
         self,
         compiler: ProgramCompiler,
         config: ModelConfig,
-        places: tuple[LayerPlace, ...],
+        places: tuple[LayerPlace | None, ...],
         form: AttentionForm,
         parameters: Parameters,
         pages: Pages,
+        states: tuple[States, ...],
         *,
         shapes: list[BatchShape],
         point_sizes: list[int],
@@ -125,37 +127,38 @@ class ModelPrograms:
         assert isinstance(mesh, Mesh)
         whole = replicated(mesh)
         array = functools.partial(jax.ShapeDtypeStruct, sharding=whole)
-        models, held = abstract(parameters), abstract(pages)
+        models, held, kept = abstract(parameters), abstract(pages), abstract(states)
+        of_pages = NamedSharding(mesh, form.page_split)
         hidden = array((shapes[-1].num_tokens, config.hidden_size), parameters.embedding.dtype)
         drawn = array((point_sizes[-1],), jnp.int32)
         self.forward: dict[int, Program] = {}
-        """Programs by number of tokens: (parameters, pages, hidden, drawn, packed) -> (pages, hidden). `pages` and
-        `hidden` are donated.
+        """Programs by number of tokens: (parameters, pages, states, hidden, drawn, packed) -> (pages, states, hidden).
+        `pages`, `states` and `hidden` are donated.
         """
+        shardings = (of_pages, jax.tree.map(lambda each: each.sharding, states), whole)
         for shape in shapes:
-            shardings = (pages[0].sharding, whole)
-            body = jitted(forward, config, places, form, shape, donate_argnums=(1, 2), out_shardings=shardings)
+            body = jitted(forward, config, places, form, shape, donate_argnums=(1, 2, 3), out_shardings=shardings)
             packed = array((sum(shape.sizes),), jnp.int32)
-            compiler.add(self.forward, shape.num_tokens, body, models, held, hidden, drawn, packed)
+            compiler.add(self.forward, shape.num_tokens, body, models, held, kept, hidden, drawn, packed)
         self.forward_with_adapters: dict[tuple[int, int], Program] = {}
         """Programs by numbers of tokens and of ranks, for steps in which a sequence has an adapter: (pools, packed
         adapters, and the arguments of `forward`) -> what `forward` returns.
         """
         for shape, size in itertools.product(shapes, rank_sizes):
-            shardings = (pages[0].sharding, whole)
-            options = {"donate_argnums": (3, 4), "out_shardings": shardings}
+            options = {"donate_argnums": (3, 4, 5), "out_shardings": shardings}
             body = jitted(forward_with_adapters, config, places, form, shape, **options)
             of_step = abstract(pools), array((num_packed(shape.num_tokens, size),), jnp.int32)
             packed, key = array((sum(shape.sizes),), jnp.int32), (shape.num_tokens, size)
-            compiler.add(self.forward_with_adapters, key, body, *of_step, models, held, hidden, drawn, packed)
+            compiler.add(self.forward_with_adapters, key, body, *of_step, models, held, kept, hidden, drawn, packed)
         self.logits: dict[int, Program] = {}
         """Programs by number of points: (head, hidden, rows) -> (logits, model's status)."""
         body = jitted(_logits_and_status, config, vocab_size, out_shardings=whole)
         for size in point_sizes:
             compiler.add(self.logits, size, body, models.head, hidden, array((size,), jnp.int32))
         self.copy_blocks: dict[int, Program] = {}
-        body = jitted(copy_blocks, donate_argnums=0, out_shardings=pages[0].sharding)
-        compiler.add(self.copy_blocks, NUM_COPIES, body, held, array((2, NUM_COPIES), jnp.int32))
+        if pages:
+            body = jitted(copy_blocks, donate_argnums=0, out_shardings=of_pages)
+            compiler.add(self.copy_blocks, NUM_COPIES, body, held, array((2, NUM_COPIES), jnp.int32))
 
 
 def _logits_and_status(

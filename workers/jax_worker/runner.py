@@ -114,13 +114,15 @@ class JaxRunner:
         self._step, self._digest = step, 0
         if step.scheduled:
             members = [item.sequence_id for item in step.scheduled]
-            tables = self.sequences.block_tables(members), *self.sequences.other_tables(members)
+            tables = (self.sequences.block_tables(members), *self.sequences.other_tables(members))
             starts = np.array([item.start for item in step.scheduled])
             lens = np.array([item.num_tokens for item in step.scheduled])
             sources = self._pending.places(step)
             drawn = self._drawn.tokens if self._drawn is not None and sources[0] else None
             keys = self.sequences.adapter_keys(members)
-            packed = self.model.forward(self.sequences.token_ids(step), starts, lens, tables, drawn, sources, keys)
+            token_ids = self.sequences.token_ids(step)
+            used = tables[: self.model.limits.num_groups]  # none without attention
+            packed = self.model.forward(token_ids, starts, lens, used, drawn, sources, step.states, keys)
             if self._has_digest:
                 self._digest = zlib.crc32(packed.tobytes())
 

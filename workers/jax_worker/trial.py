@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from manta.workers.checkpoints.memory import choose_groups, weight_bytes
+from manta.workers.checkpoints.memory import CacheSizes, choose_groups, weight_bytes
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
@@ -18,6 +18,7 @@ from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_pro
 from manta.workers.kv_groups import one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
+from manta.workers.step import NUM_FIXED_STATES
 
 TOKENS = 8
 """Number of tokens of the step."""
@@ -31,15 +32,15 @@ class MeshTrial(NamedTuple):
     dtype: str
     free_bytes: int
     weight_bytes: int
-    kv_cache_bytes: int
-    num_blocks: int
+    cache: CacheSizes
     kernels: str
     seconds: float
     """Seconds of the first layers, among which is one of every kind, and the head."""
 
 
-def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
-    """Runs the trial. With several hosts, only this host's devices are tried.
+def try_first_layer(options: ModelOptions, folder: pathlib.Path, has_drafts: bool = False) -> MeshTrial:
+    """Runs the trial. With several hosts, only this host's devices are tried. `has_drafts` says whether steps would
+    verify drafts.
 
     Raises `ModelError` if the model does not fit, and what `open_mesh` and `load_parameters` raise.
     """
@@ -56,23 +57,26 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
             f"its weights take {weights} bytes of each device in {dtype}, and {free} are free; raise "
             "tensor_parallel_size, or take a smaller model"
         )
-    kv_cache_bytes, num_blocks = plan(options, config, None, mesh, dtype, whole, choose_groups(config, None), weights)
+    groups = choose_groups(config, None)
+    cache = plan(options, config, None, mesh, dtype, whole, groups, weights, has_drafts)
     first = config.first_layers(config.num_trial_layers)
     layers = one_group(first.attends)
     parameters = load_parameters(folder, first, dtype, mesh, TOKENS, whole=False)
-    limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), ProgramCompiler(1)
+    num_slots = NUM_FIXED_STATES if first.state_bytes else 0
+    limits = Limits(TOKENS, 1, TOKENS, options.block_size, min(1, layers.layers_per_block), num_slots)
+    compiler = ProgramCompiler(1)
     model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler, pools)
     compiler.compile(folder.name)
     kind = mesh.devices.flat[0].device_kind
     kernels = "pallas" if is_tpu(mesh) else "xla"
     seconds = min(_step_seconds(model) for _ in range(3))
-    return MeshTrial(f"{mesh.size} x {kind}", dtype, free, weights, kv_cache_bytes, num_blocks, kernels, seconds)
+    return MeshTrial(f"{mesh.size} x {kind}", dtype, free, weights, cache, kernels, seconds)
 
 
 def _step_seconds(model: ModelState) -> float:
     started = time.perf_counter()
     token_ids = np.arange(TOKENS, dtype=np.int32) % model.config.vocab_size
-    model.forward(token_ids, np.array([0]), np.array([TOKENS]), [np.zeros((1, 1), dtype=np.int32)])
+    model.measured_forward(token_ids, np.zeros((1, 1), dtype=np.int32))
     logits, _ = jax.block_until_ready(model.logits(np.array([TOKENS - 1])))
     if not np.isfinite(np.asarray(logits)[0]).all():
         raise ModelError("one step of its first layers gives logits that are not finite")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.models.model_config import ExpertsConfig
-
-LEAST_SUM = 1e-20
-"""A number that is added to a sum of scores that divides them, as in DeepSeek-V3."""
+from manta.workers.models.model_config import LEAST_SUM, ExpertsConfig
 
 
 def route(

@@ -70,10 +70,16 @@ RowNorm = Callable[[torch.Tensor, RecurrentKernels], torch.Tensor]
 """Normalises rows [num_tokens, width]; of ranks, each has a part of the width."""
 
 
-RowSquares = Callable[[torch.Tensor, int, RecurrentKernels], torch.Tensor]
-"""Returns the sums of squares [num_tokens, 1] of rows of so many numbers, of which each rank has a part [num_tokens,
-width].
-"""
+class RowSums(Protocol):
+    """Sums over rows, of which each rank has a part [num_tokens, width]."""
+
+    def __call__(self, x: torch.Tensor, size: int, kernels: RecurrentKernels) -> torch.Tensor:
+        """Returns the sums of squares [num_tokens, 1] of rows of `size` numbers, given this rank's part."""
+        ...
+
+    def sums(self, x: torch.Tensor, size: int, sum_rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the sums [num_tokens, 1] that `sum_rows` makes of such rows."""
+        ...
 
 
 class WeightContent(NamedTuple):
@@ -149,7 +155,7 @@ class RecurrentWeights:
     tensors: dict[str, torch.Tensor]
     """float32"""
     num_ranks: int
-    squares_over_ranks: RowSquares
+    squares_over_ranks: RowSums
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -274,6 +280,17 @@ class SharedBlockWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class SparseGates:
+    """The gates of an MLP that are turned off (Gemma 3n)."""
+
+    width: int
+    """Number of gates of all ranks together."""
+    deviations: float
+    """Standard deviations above their mean below which gates are off."""
+    sums_over_ranks: RowSums
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class UpdatesWeights:
     """The weights of `UpdatesSpec`. Router, prediction and correction are in float32."""
 
@@ -287,6 +304,8 @@ class UpdatesWeights:
     output_scale: torch.Tensor | None
     low_rank: tuple[Linear, Linear]
     low_rank_norm: torch.Tensor
+    sparse_gates: SparseGates | None
+    """Those of the layer's MLP, whose first linear then gives gates and what they let through; None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

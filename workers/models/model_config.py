@@ -221,6 +221,10 @@ class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
         return rope is None or not self.only_without_positions
 
 
+LEAST_SUM = 1e-20
+"""A number that is added to a sum of experts' scores that divides them, as in DeepSeek-V3."""
+
+
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a layer and their router, which is the same in all layers that have experts."""
 

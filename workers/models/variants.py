@@ -9,7 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
-from manta.workers.models.recurrent_shapes import ConvolvedShape, MatrixMemoryShape
+from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -40,11 +40,15 @@ class Variant(enum.Enum):
     SHORTCUT = "experts whose result is added a layer later"
     IDENTITY = "experts that return what they get"
     OTHER_ROUTERS = "routers other than a softmax over the experts"
+    SCALED_INPUTS = "shares that multiply what experts get"
     GATED_NORMS = "gates on the results of norms"
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
+    LIGHTNING = "lightning attention"
     MATRIX_MEMORY = "matrix memories"
+    GATED_LINEAR_UNITS = "real-gated linear recurrent units"
+    SHARED_BLOCKS = "blocks that layers share"
     CONVOLVED_ATTENTION = "attention behind convolutions"
     DEEP_ROUTER = "routers behind an MLP"
     SCALED_STREAM = "factors on the residual stream"
@@ -56,11 +60,19 @@ class Variant(enum.Enum):
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
     JOINED_INPUT = "layers that read an embedding beside the residual stream"
+    DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
 OUTSIDE_OF_LAYERS = frozenset(
-    {Variant.ACTIVATION, Variant.ROPES, Variant.STORED_OTHERWISE, Variant.OUTER_SCALES, Variant.FINAL_CAP}
+    {
+        Variant.ACTIVATION,
+        Variant.ROPES,
+        Variant.STORED_OTHERWISE,
+        Variant.OUTER_SCALES,
+        Variant.FINAL_CAP,
+        Variant.DRAFT_HEAD,
+    }
 )
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
@@ -78,31 +90,39 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
     ),
     "tpu": frozenset(
         {
-            Variant.LATENT,
             Variant.SPARSE,
             Variant.CHUNKS,
-            Variant.QUERY_GROWTH,
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
             Variant.JOINED_INPUT,
+            Variant.DRAFT_HEAD,
             Variant.EXPERTS_BESIDE,
             Variant.SHORTCUT,
             Variant.IDENTITY,
+            Variant.SCALED_INPUTS,
             Variant.NORMED_STREAM,
-            Variant.SHORT_CONV,
-            Variant.RECURRENT,
+            Variant.LIGHTNING,
             Variant.MATRIX_MEMORY,
+            Variant.GATED_LINEAR_UNITS,
+            Variant.SHARED_BLOCKS,
             Variant.GATED_NORMS,
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
-            Variant.GATED_ATTENTION,
-            Variant.OTHER_ROUTERS,
         }
     ),
 }
 """Variants that a device does not compute, by the name of the device."""
+
+
+OF_KINDS = {
+    RecurrentKind.LIGHTNING: Variant.LIGHTNING,
+    RecurrentKind.MATRIX_MEMORY: Variant.MATRIX_MEMORY,
+    RecurrentKind.RG_LRU: Variant.GATED_LINEAR_UNITS,
+    RecurrentKind.CONVOLVED_ATTENTION: Variant.CONVOLVED_ATTENTION,
+}
+"""The variants of kinds of recurrent mixers that not every device with recurrent states computes."""
 
 
 def variants_of(config: ModelConfig) -> frozenset[Variant]:
@@ -127,6 +147,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.SHORTCUT: any(layer.shortcut is not None for layer in layers),
         Variant.IDENTITY: config.experts is not None and config.experts.num_identity > 0,
         Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
+        Variant.SCALED_INPUTS: config.experts is not None and config.experts.scales_inputs,
         Variant.GATED_NORMS: config.norm_gate_rank > 0,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
@@ -136,12 +157,12 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None,
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
+        Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
         Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
-        Variant.MATRIX_MEMORY: isinstance(config.recurrent, MatrixMemoryShape),
-        Variant.CONVOLVED_ATTENTION: isinstance(config.recurrent, ConvolvedShape),
+        Variant.SHARED_BLOCKS: config.shared_blocks is not None,
         Variant.DEEP_ROUTER: any(isinstance(layer.mlp, ExpertsSpec) and layer.mlp.deep_router for layer in layers),
         Variant.SCALED_STREAM: spec.embedding_scaling is not None
         or any(layer.mixer_scaling or layer.mlp_scaling for layer in layers),
@@ -149,7 +170,9 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
     }
-    return frozenset(variant for variant, is_there in found.items() if is_there)
+    kinds = {layer.mixer.kind for layer in layers if isinstance(layer.mixer, RecurrentSpec)}
+    of_kinds = {OF_KINDS[kind] for kind in kinds if kind in OF_KINDS}
+    return frozenset(variant for variant, is_there in found.items() if is_there) | of_kinds
 
 
 def _is_plain_router(experts: ExpertsConfig) -> bool:

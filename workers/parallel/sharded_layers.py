@@ -6,6 +6,8 @@ them instead. Called by the loader.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -42,18 +44,22 @@ class SquaresOverRanks:
 
     def __call__(self, x: torch.Tensor, size: int, kernels: RecurrentKernels) -> torch.Tensor:
         """Returns sums [num_tokens, 1] over rows of `size` numbers, given a rank's part x [num_tokens, width]."""
+        return self.sums(x, size, kernels.sums_of_squares)
+
+    def sums(self, x: torch.Tensor, size: int, sum_rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns what `__call__` does, with sums that `sum_rows` makes of rows instead of those of squares."""
         rank, (num_tokens, width) = self._group.rank, x.shape
         repeats = self._group.num_ranks * width // size
         if width == size:
-            return kernels.sums_of_squares(x)
+            return sum_rows(x)
         if not self._is_exact:
-            squares = self._group.all_reduce(kernels.sums_of_squares(x))
-            return squares if repeats == 1 else squares / repeats
+            total = self._group.all_reduce(sum_rows(x))
+            return total if repeats == 1 else total / repeats
         rows = x.new_zeros((num_tokens, size))
         if rank % repeats == 0:
             first = rank // repeats * width
             rows[:, first : first + width] = x
-        return kernels.sums_of_squares(self._group.all_reduce(rows))
+        return sum_rows(self._group.all_reduce(rows))
 
 
 class WideNorm:

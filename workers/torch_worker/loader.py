@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable
 from typing import overload
 
 import msgspec
@@ -20,7 +19,6 @@ from manta.workers.adapters.expert_places import Join
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.unread_tensors import check_all_used
-from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.latent_attention import cached_layout
@@ -56,6 +54,7 @@ from manta.workers.kernels.weights import (
     SharedLinears,
     ShortConvWeights,
     SideBySideWeights,
+    SparseGates,
     StreamsWeights,
     UpdatesWeights,
 )
@@ -238,7 +237,8 @@ class WeightLoader:
     def _streams(self, spec: StreamsSpec) -> StreamsWeights:
         return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
 
-    def _updates(self, spec: UpdatesSpec) -> UpdatesWeights:
+    def _updates(self, spec: UpdatesSpec, mlp: GatedMlpSpec | ExpertsSpec | None) -> UpdatesWeights:
+        assert isinstance(mlp, GatedMlpSpec)
         hidden, scale = self._config.hidden_size, None
         if spec.output_scale is not None:
             scale = self.linears.read_vector(spec.output_scale, hidden, Split.NOTHING)
@@ -252,7 +252,12 @@ class WeightLoader:
             scale,
             (self._linear(left), self._linear(right)),
             self._norm(spec.low_rank_norm),
+            self._sparse_gates(mlp.gated) if mlp.gated.gate_sparsity else None,
         )
+
+    def _sparse_gates(self, spec: LinearSpec) -> SparseGates:
+        deviations = statistics.NormalDist().inv_cdf(spec.gate_sparsity)
+        return SparseGates(spec.out_features // 2, deviations, SquaresOverRanks(self._group, self._exact))
 
     def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
         qkv = self._with_low_rank(self._of_block(spec.attention.qkv), spec.attention_adapter)
@@ -302,7 +307,7 @@ class WeightLoader:
             None if spec.own_input is None else self._layer_input(spec.own_input),
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
-            None if spec.updates is None else self._updates(spec.updates),
+            None if spec.updates is None else self._updates(spec.updates, spec.mlp),
             None if spec.shortcut is None else self._experts(spec.shortcut),
             self._norm_gate(spec.input_gate),
             self._norm_gate(spec.mlp_gate),
@@ -534,16 +539,8 @@ class WeightLoader:
             linear = bank.around(linear, spec, self.linears.stored(spec))
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
-        if spec.gate_sparsity:
-            linear = GatedLinear(linear, self._sparse_gate(spec))
         self._checkpoint.release()
         return linear
-
-    def _sparse_gate(self, spec: LinearSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the activation that turns off a part of the gates."""
-        deviations = statistics.NormalDist().inv_cdf(spec.gate_sparsity)
-        width = spec.out_features // 2
-        return functools.partial(sparse_gate, self._config.activation, width, deviations, self._group.all_reduce)
 
     def _as_kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
         """Applies the option `weights`. What the checkpoint stores as integers stays as it is, unless it is `dense`."""

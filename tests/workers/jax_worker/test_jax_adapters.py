@@ -17,6 +17,7 @@ from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.adapter_key import AdapterKey
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker.adapter_pools import AdapterPools
+from manta.workers.jax_worker.layer_arrays import LinearArrays
 from manta.workers.jax_worker.low_rank import (
     AdaptedArrays,
     RankPool,
@@ -25,7 +26,6 @@ from manta.workers.jax_worker.low_rank import (
     pack_adapters,
 )
 from manta.workers.jax_worker.mesh import open_mesh
-from manta.workers.jax_worker.parameters import LinearArrays
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from tests.adapters import Adapters, merged, write_adapter

@@ -19,12 +19,16 @@ from manta.workers.jax_worker import attention
 from manta.workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
 from manta.workers.jax_worker.batch import BatchShape, StepBatch, pack
 from manta.workers.jax_worker.decoder import forward
+from manta.workers.jax_worker.layer_arrays import Parameters
 from manta.workers.jax_worker.mesh import AXIS, open_mesh
-from manta.workers.jax_worker.parameters import Parameters, load_parameters, num_kv_heads
+from manta.workers.jax_worker.mixers import state_arrays
+from manta.workers.jax_worker.parameters import load_parameters
+from manta.workers.jax_worker.weight_reader import num_kv_heads
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kv_groups import group_layers
+from manta.workers.models.families import describe
 from manta.workers.models.model_config import HeadShape
 from manta.workers.step import NO_BLOCK
 from tests.checkpoints import checkpoint
@@ -169,18 +173,31 @@ def test_the_kernel_lowers_for_a_tpu(shape: tuple[int, ...], dtype: str, window:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "qwen3_moe",
+        "gpt_oss",
+        *(pytest.param(family, marks=pytest.mark.prove) for family in ("deepseek_v3", "qwen3_next", "jamba", "bamba")),
+    ],
+)
 def test_the_whole_forward_pass_lowers_for_a_tpu(family: str) -> None:
-    """The kernel is a part of the program, except where layers have sinks, and the KV cache is donated."""
-    num_devices = 4
+    """The kernel is a part of the program, except where layers have sinks or latent vectors. The KV cache and the
+    recurrent states are donated.
+    """
+    num_devices = 2 if family in ("qwen3_next", "bamba") else 4
     of_llama = {"num_attention_heads": 8, "num_key_value_heads": 2}
     folder = folder_of(family) if family in CASES else checkpoint(family, **of_llama)
     config = load_model_config(folder)
     parameters = load_parameters(folder, config, "bfloat16", open_mesh(num_devices), 256)
     mesh = tpu_mesh(num_devices)
-    form = AttentionForm(mesh, config.heads.scale, True, config.heads.logit_cap)
-    groups = group_layers(config.sliding_windows)
-    shape = BatchShape(32, 16, 16, len(groups.groups))
+    form = AttentionForm(mesh, config.heads.scale, True, config.heads.logit_cap, config.heads.keys_are_values)
+    groups = group_layers(config.sliding_windows, config.attends)
+    shape = BatchShape(32, 16, 16, len(groups.groups), config.state_bytes > 0)
 
     def on_tpu(array: jax.Array) -> jax.ShapeDtypeStruct:
         assert isinstance(array.sharding, NamedSharding)
@@ -188,16 +205,24 @@ def test_the_whole_forward_pass_lowers_for_a_tpu(family: str) -> None:
 
     abstract: Parameters = jax.tree.map(on_tpu, parameters)
     whole = NamedSharding(mesh, PartitionSpec())
-    heads = 2 * num_kv_heads(config, num_devices)
+    heads = 1 if form.keys_are_values else 2 * num_kv_heads(config, num_devices)
     page_shape = (64, 16, heads, page_head_dim(config.head_dim, True))
-    page_sharding = NamedSharding(mesh, PartitionSpec(None, None, AXIS, None))
+    page_sharding = NamedSharding(mesh, form.page_split)
+    states = tuple(
+        tuple(
+            jax.ShapeDtypeStruct((12, *each.shape), jnp.float32, sharding=NamedSharding(mesh, each.split))
+            for each in state_arrays(layer.mixer)
+        )
+        for layer in describe(config).layers
+    )
     pages = [jax.ShapeDtypeStruct(page_shape, jnp.bfloat16, sharding=page_sharding)] * groups.layers_per_block
     hidden = jax.ShapeDtypeStruct((32, config.hidden_size), jnp.bfloat16, sharding=whole)
     drawn = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=whole)
     packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32, sharding=whole)
-    body = jax.jit(functools.partial(forward, config, groups.layers, form, shape), donate_argnums=(1, 2))
+    body = jax.jit(functools.partial(forward, config, groups.layers, form, shape), donate_argnums=(1, 2, 3))
     with jax.sharding.use_abstract_mesh(mesh):
-        lowered = body.trace(abstract, pages, hidden, drawn, packed).lower(lowering_platforms=("tpu",))
+        lowered = body.trace(abstract, pages, states, hidden, drawn, packed).lower(lowering_platforms=("tpu",))
     text = lowered.as_text()
-    assert ("tpu_custom_call" in text) == (family != "gpt_oss")
-    assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") >= groups.layers_per_block + 1
+    assert ("tpu_custom_call" in text) == (family not in ("gpt_oss", "deepseek_v3"))
+    num_kept = groups.layers_per_block + 1 + len(jax.tree.leaves(states))
+    assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") >= num_kept

@@ -67,7 +67,7 @@ def test_devices_hold_shares_of_weights_and_cache() -> None:
     worker: Any = llm.engine.executor
     model = worker.worker.runner.model
     layer = model.parameters.layers[0]
-    held = layer.attention.query.weight, layer.attention.key.weight, layer.mlp.down.weight, model.pages[0]
+    held = layer.mixer.query.weight, layer.mixer.key.weight, layer.mlp.down.weight, model.pages[0]
     for array in held:
         assert {np.prod(shard.data.shape) for shard in array.addressable_shards} == {array.size // 8}
     assert model.parameters.embedding.addressable_shards[0].data.shape[0] == VOCAB_SIZE // 8

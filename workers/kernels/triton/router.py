@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.expert_choice import LEAST_SUM
 from manta.workers.kernels.triton.launch import padded_size
-from manta.workers.models.model_config import ExpertsConfig
+from manta.workers.models.model_config import LEAST_SUM, ExpertsConfig
 
 
 def route(
