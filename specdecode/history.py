@@ -1,4 +1,4 @@
-"""The proposer `history`: drafts what followed the sequence's last tokens in earlier answers to the same client.
+"""The proposer `history`: drafts what followed the sequence's last tokens in other answers to the same client.
 
 Agents ask for nearly the same text again and again, which is the observation of SuffixDecoding (Oliaro et al., 2024,
 https://arxiv.org/abs/2411.04975). In the place of its suffix tree stands a ring of the last tokens, with a table of
