@@ -44,6 +44,7 @@ MIXERS = {
 OTHERS = (
     "qwen3_next",
     "qwen3_5_moe",
+    "qwen4_exp",
     "granite_hybrid",
     "granite_hybrid without experts",
     "falcon_h1 with norms",

@@ -15,6 +15,7 @@ KINDS = (
     *CHEAP,
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen4_exp",
     "granite_hybrid",
     "nemotron_h",
     "lfm2_moe",

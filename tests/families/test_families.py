@@ -17,7 +17,7 @@ REFUSED_NAMES = (
     # Attention that is not causal, or not over all keys: to later tokens, by hashes, by several streams.
     "cpmant prophetnet reformer xlnet "
     # Recurrent states without a native form.
-    "deepseek_v4 qwen4_exp qwen4_exp_text rwkv "
+    "deepseek_v4 rwkv "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
     "dots3_note_text hy_v4 "

@@ -165,13 +165,6 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen3_vl_text": {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-    },
     "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 64},
     "radio": {"max_img_size": 56, "video_temporal_patch_size": 2},
     "reformer": _BERT | {"axial_pos_embds": False},

@@ -20,18 +20,21 @@ from manta.workers.decoders.alternating_updates import (
     sparse_gate,
     spread_streams,
 )
+from manta.workers.decoders.block_choice import attend_blocks, choose_blocks
 from manta.workers.decoders.convolved_attention import attend_convolved
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
+from manta.workers.decoders.gated_streams import mean_stream, norm_streams, shared_update
 from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
+from manta.workers.decoders.ngrams import ngram_streams
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.decoders.sparse_attention import TokenChoice
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.kv_cache import narrowed
+from manta.workers.kernels.kv_cache import beyond, narrowed
 from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.protocol import Forward, Kernels, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
@@ -115,7 +118,8 @@ class Decoder:
         """Computes like `forward`. Returns the residual stream before each layer of `ModelConfig.taps` too, side by
         side: [num_tokens, len(taps) * hidden].
         """
-        embedded, inputs = self.embed(token_ids), None
+        embedded = self.embed(token_ids)
+        inputs = None if self.config.ngrams is None else token_ids
         if self.weights.layer_inputs is not None:
             inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
         result, hidden = self.forward_embedded(embedded, metadata, kv_caches, inputs), self.config.hidden_size
@@ -137,8 +141,8 @@ class Decoder:
         kv_caches: KVCaches,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those that each
-        layer has of its own. In each row the hidden state comes first, and then what `forward_tapped` returns too.
+        """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those of
+        `Forward`. In each row the hidden state comes first, and then what `forward_tapped` returns too.
         """
         tables = self._rotary_tables(metadata.max_context_len, embedded.device)
         run, caches = self.compiled or self._run, self._own_caches(kv_caches)
@@ -147,21 +151,29 @@ class Decoder:
         return run(embedded, tables, metadata, caches, inputs)
 
     def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
-        """Returns the caches without what layers with smaller heads than others do not use."""
-        if self.config.layer_kv_heads and kv_caches is not self._whole_caches:
+        """Returns the caches without what layers with smaller heads than others do not use, and behind keys and values
+        those of an indexer's keys.
+        """
+        has_indexer = self.config.block_indexer is not None
+        if not (self.config.layer_kv_heads or has_indexer):
+            return kv_caches
+        if kv_caches is not self._whole_caches:
             largest = self.config.largest_heads
-            self._whole_caches = kv_caches
-            self._used_caches = [
-                tuple(narrowed(each, self.config.heads_of(layer), largest) for each in caches)
-                for layer, caches in enumerate(kv_caches)
-            ]
-        return self._used_caches if self.config.layer_kv_heads else kv_caches
+            self._whole_caches, self._used_caches = kv_caches, []
+            for layer, caches in enumerate(kv_caches):
+                heads, count = self.config.heads_of(layer), 2 if self.config.attends[layer] else 0
+                of_indexer = (beyond(caches[0], heads, largest),) if has_indexer and count else ()
+                own = tuple(narrowed(each, heads, largest) for each in caches[:count])
+                self._used_caches.append((*own, *of_indexer, *caches[count:]))
+        return self._used_caches
 
     @property
     def _run(self) -> Forward:
         """The function that runs all layers. It is not kept: an object that holds its own method keeps itself, and the
         weights, until the garbage collector comes.
         """
+        if self.config.num_gated_streams > 1:
+            return self._run_gated_streams
         return self._run_layers if self.weights.streams is None else self._run_streams
 
     def _run_layers(
@@ -287,6 +299,50 @@ class Decoder:
         gathered = gathered_streams(streams_weights.gather, streams, self._kernels)
         return self._norm(gathered, self.weights.final_norm)
 
+    def _run_gated_streams(
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs all layers of a model whose parts read the gated mean of several residual streams, as `_run_layers`
+        does. `inputs` are the token ids, for layers with tables of n-grams.
+        """
+        config, kernels, weights = self.config, self._kernels, self.weights
+        count, eps = config.num_gated_streams, config.rms_norm_eps
+        streams = residual.expand(count, -1, -1)
+        for (layer, place, source, heads, window, _, _), table in zip(self._layers, cos_sin, strict=True):
+            mixer, mlp, cache = layer.mixer, layer.mlp, kv_caches[source]
+            assert layer.input_gate is not None
+            assert layer.mlp_gate is not None
+            assert layer.stream_shares is not None
+            assert mixer is not None
+            assert mlp is not None
+            assert layer.input_norm is not None
+            assert layer.mlp_norm is not None
+            if layer.ngrams is not None:
+                assert inputs is not None
+                assert config.ngrams is not None
+                assert metadata.states is not None
+                *others, tokens, inner = cache
+                states, cache = (tokens, inner), tuple(others)
+                added = ngram_streams(
+                    layer.ngrams, config.ngrams, streams, inputs, metadata.states, states, eps, kernels
+                )
+                streams = streams + added
+            group = metadata.of_group(0 if place is None else place.group)
+            normed = norm_streams(streams, layer.input_norm, eps, kernels)
+            read = mean_stream(normed, layer.input_gate, count, kernels)
+            update = self._mix(mixer, read, table, group, cache, heads, window, None, None)
+            streams = shared_update(streams, update, normed, layer.stream_shares[0], kernels)
+            normed = norm_streams(streams, layer.mlp_norm, eps, kernels)
+            update = self._mlp(mlp, mean_stream(normed, layer.mlp_gate, count, kernels), metadata)
+            streams = shared_update(streams, update, normed, layer.stream_shares[1], kernels)
+        assert weights.final_gate is not None
+        return mean_stream(norm_streams(streams, weights.final_norm, eps, kernels), weights.final_gate, count, kernels)
+
     def _attend_block(
         self,
         cos_sin: torch.Tensor,
@@ -375,7 +431,7 @@ class Decoder:
         growth: torch.Tensor | None,
         choice: TokenChoice | None = None,
     ) -> torch.Tensor:
-        k_cache, v_cache = kv_cache
+        k_cache, v_cache = kv_cache[:2]
         eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
             assert self.config.latent is not None
@@ -398,9 +454,17 @@ class Decoder:
         self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, written, *norms, eps)
         if growth is not None:
             qkv[:, : heads.num_heads * heads.head_dim] *= growth.to(qkv.dtype)
-        attended = self._kernels.paged_attention(
-            qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
-        )
+        blocks = None
+        if attention.indexer is not None:
+            rope_dim = self.config.rope.rotary_dim or heads.head_dim
+            of_step = normed, cos_sin, rope_dim, kv_cache[2], metadata
+            blocks = choose_blocks(attention.indexer, *of_step, eps, self._kernels)
+        if blocks is not None and blocks.slots is not None:
+            attended = attend_blocks(qkv, (k_cache, v_cache), blocks, metadata, heads, self._kernels)
+        else:
+            attended = self._kernels.paged_attention(
+                qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
+            )
         if attention.value_dim is not None:
             attended = attended.unflatten(-1, (-1, heads.head_dim))[..., : attention.value_dim].flatten(1)
         if attention.gate is not None:

@@ -15,6 +15,7 @@ import torch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.block_indexer import BlockIndexerShape
 from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
@@ -109,6 +110,17 @@ gives larger buffers back at once, and the system would zero new pages for the n
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class BlockIndexerWeights:
+    """The weights of `BlockIndexerSpec`."""
+
+    shape: BlockIndexerShape
+    projection: Linear
+    """hidden -> (num_heads + 1) * head_dim: the queries of all heads, then the key."""
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class AttentionWeights:
     qkv: Linear
     """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
@@ -130,6 +142,8 @@ class AttentionWeights:
     """hidden -> num_heads * head_dim, or num_heads, whose sigmoids multiply the attended values; None in families
     without.
     """
+    indexer: BlockIndexerWeights | None = None
+    """The choice of blocks of tokens; None if attention reads all."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -326,6 +340,25 @@ class NormGateWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class NgramWeights:
+    """The weights of `NgramSpec`. Norms are [num_streams * hidden]."""
+
+    table_rows: tuple[int, ...]
+    """Rows of each table, which lie one after the other in `table`."""
+    multipliers: tuple[int, ...]
+    """The hash's factors on the last tokens, the newest first."""
+    table: Embedding
+    """Rows of all tables, int64 [n] -> [n, row_width]."""
+    keys: Linear
+    values: Linear
+    key_norm: torch.Tensor
+    query_norm: torch.Tensor
+    conv_norm: torch.Tensor
+    kernel: torch.Tensor
+    """float32 [channels, window + 1]: the taps with zeros between them."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerInputWeights:
     """The weights of `LayerInputSpec`."""
 
@@ -377,6 +410,9 @@ class LayerWeights:
     mixer_scaling: ScalingWeights | None = None
     mlp_scaling: ScalingWeights | None = None
     joins_input: bool = False
+    stream_shares: tuple[Linear, Linear] | None = None
+    """all streams' norms -> num_streams, in float32; of the mixer, and of the MLP."""
+    ngrams: NgramWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -390,6 +426,7 @@ class DecoderWeights:
     streams: StreamsWeights | None = None
     embedding_scaling: tuple[torch.Tensor, torch.Tensor] | None = None
     """[hidden] each: biases, then factors on embeddings; None for none."""
+    final_gate: NormGateWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import msgspec
 import regex
 
+from manta.workers.models.block_indexer import BlockIndexerShape
+from manta.workers.models.ngrams import NgramShape
 from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -390,6 +392,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     indexer: IndexerShape | None = None
     """The choice of the tokens that latent attention reads; None if it reads all."""
+    block_indexer: BlockIndexerShape | None = None
+    """The choice of the blocks of tokens that attention over keys and values reads; None if it reads all."""
     windows_are_chunks: bool = False
     """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
     query_growth: QueryGrowth | None = None
@@ -441,6 +445,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks before recurrent mixers; None if there are none."""
     streams: StreamsConfig | None = None
     """The residual streams; None for one."""
+    num_gated_streams: int = 1
+    """Residual streams, whose gated norms are averaged for each part of a layer, and which share its result by weights
+    of their own (Qwen4-Exp); 1 for one stream.
+    """
+    ngrams: NgramShape | None = None
+    """Tables of n-grams whose rows layers add to these streams; None for none."""
     num_unused_layers: int = 0
     """Layers that the checkpoint has after the last: draft heads, which are no part of the model."""
     num_trial_layers: int = 1
@@ -469,7 +479,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def largest_heads(self) -> HeadShape:
-        """The heads of a layer that caches the most, as much as every layer has room for."""
+        """The heads of a layer that caches the most, as much as every layer has room for. A block indexer's key has
+        the room of one more head.
+        """
+        if self.block_indexer is not None:
+            return self.heads._replace(num_kv_heads=self.num_kv_heads + 1)
         layers = range(self.num_layers) if self.layer_kv_heads else range(1)
         return max(map(self.heads_of, layers), key=lambda heads: (heads.num_kv_heads * heads.head_dim, heads))
 

@@ -68,6 +68,8 @@ class DeltaShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     least_log_decay: float = 0.0
     """Bound of the logarithms of decays, which are this number times sigmoids (Ling 3); 0 for softplus without a bound.
     """
+    has_sigmoid_gates: bool = False
+    """Whether sigmoids of gated delta nets' gates multiply their results, instead of SiLU (Qwen4-Exp)."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:

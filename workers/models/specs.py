@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from manta.workers.models.block_indexer import BlockIndexerSpec
 from manta.workers.models.model_config import IndexerShape
+from manta.workers.models.ngrams import NgramSpec
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
@@ -38,6 +40,8 @@ class AttentionSpec(NamedTuple):
     """Norm of each value head over its dimension (Gemma 4)."""
     value_dim: int | None = None
     """Width of a value, if it is narrower than a key (MiMo-V2)."""
+    indexer: BlockIndexerSpec | None = None
+    """The choice of blocks of tokens; None if attention reads all (Qwen4-Exp)."""
 
     @property
     def reads_other_layer(self) -> bool:
@@ -51,9 +55,13 @@ class AttentionSpec(NamedTuple):
 
     def linears(self) -> Iterator[LinearSpec]:
         yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
+        if self.indexer is not None:
+            yield from self.indexer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         yield from (norm for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
+        if self.indexer is not None:
+            yield from self.indexer.norms()
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield from ()  # a model's parameters are counted without sinks
@@ -425,6 +433,12 @@ class LayerSpec(NamedTuple):
     mlp_scaling: ScalingSpec | None = None
     joins_input: bool = False
     """Whether the mixer reads the layer's own input and the norm of the residual stream, side by side (EAGLE-3)."""
+    stream_shares: tuple[LinearSpec, LinearSpec] | None = None
+    """The linears from the norms of all residual streams to a number for each stream. Twice its sigmoid multiplies what
+    is added to the stream: the mixer's result, and the MLP's. None in families with one stream (Qwen4-Exp).
+    """
+    ngrams: NgramSpec | None = None
+    """The tables whose rows are added before the mixer; None for none."""
 
     @property
     def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
@@ -442,16 +456,17 @@ class LayerSpec(NamedTuple):
         yield from (norm for norm in around if norm is not None)
         if self.own_input is not None:
             yield self.own_input.norm
-        for part in (self.beside, self.mixer, self.block, self.updates):
+        for part in (self.beside, self.mixer, self.block, self.updates, self.ngrams):
             if part is not None:
                 yield from part.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
         others = self.updates, self.shortcut, *self.norm_gates
-        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, *others):
+        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.ngrams, *others):
             if part is not None:
                 yield from part.linears()
+        yield from self.stream_shares or ()
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yields every other tensor of the layer that counts as a parameter."""
@@ -476,6 +491,8 @@ class DecoderSpec(NamedTuple):
     """Beginnings of the names of tensors that checkpoints may have and no token needs."""
     embedding_scaling: tuple[str, str] | None = None
     """The tensors [hidden] of biases and factors on embeddings; None for none."""
+    final_gate: NormGateSpec | None = None
+    """The gate on the result of `final_norm`, which is that of several residual streams; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
@@ -484,6 +501,8 @@ class DecoderSpec(NamedTuple):
             yield self.layer_inputs.projection
         if self.streams is not None:
             yield from (*self.streams.spread, *self.streams.gather)
+        if self.final_gate is not None:
+            yield from self.final_gate.linears()
         for layer in self.layers:
             yield from layer.linears()
 

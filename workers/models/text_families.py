@@ -175,6 +175,7 @@ TEXT_FAMILIES = {
     "qwen3_vl_text": TextFamily(
         "Qwen3ForCausalLM", Sizes(151936, 4096, 22016, 32, 32, None, 128000), {"rope_theta": 500000.0}
     ),
+    "qwen4_exp_text": TextFamily("Qwen4ExpForCausalLM", Sizes(248320, 2048, None, 40, 16, 2, 32768)),
     "recurrent_gemma": TextFamily("RecurrentGemmaForCausalLM", Sizes(256000, 2560, 7680, 26, 10, None, None)),
     "seed_oss": TextFamily("SeedOssForCausalLM", Sizes(155136, 4096, 27648, 64, 80, 8, 524288)),
     "smollm3": TextFamily("SmolLM3ForCausalLM", Sizes(128256, 2048, 11008, 36, 16, 4, 32768)),

@@ -59,6 +59,7 @@ class Variant(enum.Enum):
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
+    NGRAMS = "rows of tables of n-grams"
     JOINED_INPUT = "layers that read an embedding beside the residual stream"
     DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -86,6 +87,7 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
+            Variant.NGRAMS,
         }
     ),
     "tpu": frozenset(
@@ -95,6 +97,7 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
+            Variant.NGRAMS,
             Variant.JOINED_INPUT,
             Variant.DRAFT_HEAD,
             Variant.EXPERTS_BESIDE,
@@ -151,11 +154,12 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.GATED_NORMS: config.norm_gate_rank > 0,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
-        Variant.SPARSE: config.indexer is not None,
+        Variant.SPARSE: config.indexer is not None or config.block_indexer is not None,
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
-        Variant.STREAMS: config.streams is not None,
+        Variant.STREAMS: config.streams is not None or config.num_gated_streams > 1,
+        Variant.NGRAMS: config.ngrams is not None,
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,
