@@ -78,6 +78,7 @@ OTHERS = (
     "recurrent_gemma",
     "zamba",
     "zaya",
+    "inkling",
     "deepseek_v32",
     "glm_moe_dsa",
     "axk2",

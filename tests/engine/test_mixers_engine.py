@@ -31,6 +31,7 @@ KINDS = (
     "recurrent_gemma",
     "zamba",
     "zaya",
+    "inkling",
 )
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -18,7 +18,7 @@ REFUSED_NAMES = (
     "cpmant prophetnet reformer xlnet "
     # Recurrent states without a native form.
     "deepseek_v4 rwkv "
-    "inkling2_loop_text inkling2_text inkling_text "
+    "inkling2_loop_text inkling2_text "
     # An indexer chooses the tokens that attention reads.
     "dots3_note_text hy_v4 "
     # The drafter of another model.

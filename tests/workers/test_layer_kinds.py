@@ -199,6 +199,7 @@ CASES: dict[str, Case] = (
 SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
+    "inkling": {"logits_mup_width_multiplier": 1.0},
     "cohere2": {"logit_scale": 1.0},
     "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
@@ -305,6 +306,16 @@ def rewritten(
         ("axk2", "input_layernorm.W_up"),
         ("axk2", "post_attention_layernorm.W_down"),
         ("longcat_flash", "mlp.experts.2.down_proj"),
+        ("inkling", "k_sconv"),
+        ("inkling", "v_sconv"),
+        ("inkling", "attn_sconv"),
+        ("inkling", "mlp_sconv"),
+        ("inkling", "rel_logits_proj"),
+        ("inkling", "embed_norm"),
+        ("inkling", "mlp.global_scale"),
+        ("inkling", "gate.global_scale"),
+        ("inkling", "shared_experts.down_proj"),
+        ("inkling", "e_score_correction_bias"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),
@@ -470,6 +481,7 @@ SPARSE = "attention to tokens that an indexer chooses"
 NOT_ON_DEVICES = {
     "cuda": {
         **dict.fromkeys(SPARSE_CASES, SPARSE),
+        "inkling": "biases by the distance of tokens, convolutions of keys, values and results",
         "longcat_flash": "experts that return what they get",
         "qwen4_exp": f"{SPARSE}, rows of tables of n-grams",
         "xlstm": "matrix memories",
@@ -485,6 +497,7 @@ NOT_ON_DEVICES = {
         "gemma4, experts": "experts beside an MLP",
         "longcat_flash": "experts that return what they get, experts whose result is added a layer later",
         "mimo_v2": "heads that differ by layer",
+        "inkling": "biases by the distance of tokens, convolutions of keys, values and results, heads that differ",
         "qwen4_exp": f"{SPARSE}, gates on the results of norms, rows of tables of n-grams, several residual streams",
         "minimax": "lightning attention, norms that replace the residual stream",
         "recurrent_gemma": "real-gated linear recurrent units",

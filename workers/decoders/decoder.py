@@ -22,13 +22,15 @@ from manta.workers.decoders.alternating_updates import (
 )
 from manta.workers.decoders.block_choice import attend_blocks, choose_blocks
 from manta.workers.decoders.convolved_attention import attend_convolved
+from manta.workers.decoders.distance_attention import attend_with_distances
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
 from manta.workers.decoders.gated_streams import mean_stream, norm_streams, shared_update
 from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
-from manta.workers.decoders.mixers.short_conv import run_short_conv
+from manta.workers.decoders.mixers.short_conv import run_short_conv, with_convolution
+from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.decoders.ngrams import ngram_streams
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
@@ -60,7 +62,8 @@ from manta.workers.platforms import Platform
 
 def query_growth(growth: QueryGrowth, positions: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
-    steps = (positions.float() + growth.first).div_(growth.period).floor_()
+    steps = (positions.float() + growth.first).div_(growth.period)
+    steps = steps.floor_() if growth.has_steps else steps.sub_(1).clamp_(min=0)
     return kernels.log1p(steps).mul_(growth.rate).add_(1).unsqueeze(-1)
 
 
@@ -91,7 +94,10 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         heads = [config.heads_of(layer) for layer in range(config.num_layers)]
-        grows = [config.query_growth is not None and config.query_growth.is_of(rope) for rope in config.ropes]
+        grows = [
+            config.query_growth is not None and config.query_growth.is_of(rope, window)
+            for rope, window in zip(config.ropes, config.sliding_windows, strict=True)
+        ]
         sources = config.kv_sources or range(config.num_layers)
         self._layers = list(
             zip(weights.layers, places, sources, heads, config.sliding_windows, grows, next_norms, strict=True)
@@ -129,6 +135,8 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
         embedded = self.weights.embedding(token_ids)
+        if self.weights.embedding_norm is not None:
+            return self._norm(embedded, self.weights.embedding_norm)
         if self.weights.embedding_scaling is not None:
             bias, scale = self.weights.embedding_scaling
             return embedded.add_(bias).mul_(scale)
@@ -226,6 +234,8 @@ class Decoder:
                 growing = growth if grows else None
                 update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing, choice)
                 update = self._norm(update, layer.mixer_output_norm)
+                if layer.convolutions is not None:
+                    update = self._convolved(update, layer.convolutions[0], kv_cache[-2], metadata)
             if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
             elif layer.mlp is not None:
@@ -247,6 +257,10 @@ class Decoder:
                     update = self._norm(update, layer.beside.mlp_norm)
                     update = update + self._experts_beside(layer.beside, residual, metadata)
                 update = self._norm(update, layer.mlp_output_norm)
+                if layer.mlp_scale != 1:
+                    update = update * layer.mlp_scale
+                if layer.convolutions is not None:
+                    update = self._convolved(update, layer.convolutions[1], kv_cache[-1], metadata)
             if layer.own_input is None and layer.scalar == 1:
                 normed = self._add(update, residual, next_norm, layer.mlp_scaling)
                 continue
@@ -419,6 +433,13 @@ class Decoder:
             return run_short_conv(mixer, normed, metadata, step, states, self._kernels.recurrent)
         return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels.recurrent)
 
+    def _convolved(
+        self, x: torch.Tensor, kernel: torch.Tensor, state: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Returns rows and their convolution, added."""
+        assert metadata.states is not None
+        return with_convolution(x, kernel, state, metadata.states, self._kernels.recurrent)
+
     def _attend(
         self,
         attention: AttentionWeights | LatentAttentionWeights,
@@ -441,6 +462,11 @@ class Decoder:
         qkv = attention.qkv.forward(normed, metadata)
         if attention.value_dim is not None:
             qkv = _filled_up(qkv, heads, attention.value_dim)
+        if attention.convolutions is not None:
+            query, *cached = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
+            of_cached = zip(cached, attention.convolutions, kv_cache[2:4], strict=True)
+            convolved = [self._convolved(*each[:2], channels_of(each[2]), metadata) for each in of_cached]
+            qkv = torch.cat((query, *convolved), dim=-1)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
             query_norm, key_norm = attention.wide_norms
@@ -459,7 +485,13 @@ class Decoder:
             rope_dim = self.config.rope.rotary_dim or heads.head_dim
             of_step = normed, cos_sin, rope_dim, kv_cache[2], metadata
             blocks = choose_blocks(attention.indexer, *of_step, eps, self._kernels)
-        if blocks is not None and blocks.slots is not None:
+        if attention.distances is not None:
+            numbers = attention.distances.numbers.forward(normed, metadata).float()
+            numbers = (numbers if growth is None else numbers * growth).unflatten(-1, (heads.num_heads, -1))
+            by_distance = numbers, attention.distances.profiles
+            caches = k_cache, v_cache
+            attended = attend_with_distances(qkv, *by_distance, caches, metadata, heads, sliding_window, self._kernels)
+        elif blocks is not None and blocks.slots is not None:
             attended = attend_blocks(qkv, (k_cache, v_cache), blocks, metadata, heads, self._kernels)
         else:
             attended = self._kernels.paged_attention(

@@ -121,6 +121,16 @@ class BlockIndexerWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class DistanceWeights:
+    """The weights of `DistanceSpec`."""
+
+    numbers: Linear
+    """hidden -> num_heads * rank"""
+    profiles: torch.Tensor
+    """float32 [rank, distances]"""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class AttentionWeights:
     qkv: Linear
     """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
@@ -144,6 +154,10 @@ class AttentionWeights:
     """
     indexer: BlockIndexerWeights | None = None
     """The choice of blocks of tokens; None if attention reads all."""
+    convolutions: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 [channels, width], of keys and of values; None for none."""
+    distances: DistanceWeights | None = None
+    """Biases by distance; None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -413,6 +427,10 @@ class LayerWeights:
     stream_shares: tuple[Linear, Linear] | None = None
     """all streams' norms -> num_streams, in float32; of the mixer, and of the MLP."""
     ngrams: NgramWeights | None = None
+    convolutions: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 [hidden, width], of the mixer's results and of the MLP's; None for none."""
+    mlp_scale: float = 1.0
+    """Factor on the MLP's result."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -427,6 +445,7 @@ class DecoderWeights:
     embedding_scaling: tuple[torch.Tensor, torch.Tensor] | None = None
     """[hidden] each: biases, then factors on embeddings; None for none."""
     final_gate: NormGateWeights | None = None
+    embedding_norm: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -29,6 +29,7 @@ from manta.workers.models import (
     gpt_oss,
     granite,
     granite_hybrid,
+    inkling,
     jamba,
     kimi_linear,
     lara_mini,
@@ -154,6 +155,7 @@ _MODULES: tuple[Family, ...] = (
     zamba2,
     zaya,
     xlstm,
+    inkling,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -210,16 +210,24 @@ class IndexerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
-    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`."""
+    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`, or without steps
+    `1 + rate * ln(max(1, (position + first) / period))`.
+    """
 
     rate: float
     period: int
     first: int = 0
     only_without_positions: bool = False
     """Whether only layers without a rope have it."""
+    has_steps: bool = True
+    """Whether it is the same for `period` positions."""
+    only_without_window: bool = False
+    """Whether only layers without a window have it (Inkling)."""
 
-    def is_of(self, rope: RopeConfig | None) -> bool:
-        """Returns whether a layer with this rope has it."""
+    def is_of(self, rope: RopeConfig | None, window: int | None) -> bool:
+        """Returns whether a layer with this rope and window has it."""
+        if self.only_without_window and window is not None:
+            return False
         return rope is None or not self.only_without_positions
 
 
@@ -236,6 +244,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that compute each token."""
     intermediate_size: int
     """The inner width of an expert."""
+    num_always_chosen: int = 0
+    """How many of the chosen experts, the last of all, are chosen for every token (Inkling)."""
     num_identity: int = 0
     """How many of the experts, the last ones, return what they get (LongCat-Flash)."""
     scores: str = "softmax"
@@ -378,6 +388,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     recurrent: RecurrentShape | None = None
     """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
+    conv_width: int = 0
+    """Tokens that the convolutions of keys, values and results see in a family that has them (Inkling)."""
+    distance_rank: int = 0
+    """Numbers of each token and head of which a bias for each distance to another token is made (Inkling); 0 for no
+    such biases.
+    """
+    most_distance: int = 0
+    """Distance from which there is no bias, in layers without a window. With one it is the window."""
     conv_bias: bool = False
     """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"

@@ -17,6 +17,17 @@ from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 
+class DistanceSpec(NamedTuple):
+    """Biases on the products of queries and keys that depend on their distance (Inkling): `numbers(x) @ profiles` is
+    the bias for each distance.
+    """
+
+    numbers: LinearSpec
+    """The linear from hidden states to the numbers of all query heads."""
+    profiles: TensorSpec
+    """[rank, distances]"""
+
+
 class AttentionSpec(NamedTuple):
     """Grouped-query attention (Ainslie et al., 2023). The window, the rope and the scale are in `ModelConfig`."""
 
@@ -42,6 +53,12 @@ class AttentionSpec(NamedTuple):
     """Width of a value, if it is narrower than a key (MiMo-V2)."""
     indexer: BlockIndexerSpec | None = None
     """The choice of blocks of tokens; None if attention reads all (Qwen4-Exp)."""
+    convolutions: tuple[TensorSpec, TensorSpec] | None = None
+    """The filters [channels, 1, width] of convolutions over keys and over values, whose results are added to these;
+    None for none (Inkling).
+    """
+    distances: DistanceSpec | None = None
+    """Biases by distance; None for none."""
 
     @property
     def reads_other_layer(self) -> bool:
@@ -57,6 +74,8 @@ class AttentionSpec(NamedTuple):
         yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
         if self.indexer is not None:
             yield from self.indexer.linears()
+        if self.distances is not None:
+            yield self.distances.numbers
 
     def norms(self) -> Iterator[NormSpec]:
         yield from (norm for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
@@ -64,7 +83,9 @@ class AttentionSpec(NamedTuple):
             yield from self.indexer.norms()
 
     def tensors(self) -> Iterator[TensorSpec]:
-        yield from ()  # a model's parameters are counted without sinks
+        yield from self.convolutions or ()  # a model's parameters are counted without sinks
+        if self.distances is not None:
+            yield self.distances.profiles
 
 
 class ShortConvSpec(NamedTuple):
@@ -439,6 +460,12 @@ class LayerSpec(NamedTuple):
     """
     ngrams: NgramSpec | None = None
     """The tables whose rows are added before the mixer; None for none."""
+    convolutions: tuple[TensorSpec, TensorSpec] | None = None
+    """The filters [hidden, 1, width] of convolutions over the mixer's results and over the MLP's, which are added to
+    these; None for none (Inkling).
+    """
+    mlp_scale: str | None = None
+    """The tensor [1] that multiplies the MLP's result; None for none."""
 
     @property
     def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
@@ -472,6 +499,7 @@ class LayerSpec(NamedTuple):
         """Yields every other tensor of the layer that counts as a parameter."""
         if self.mixer is not None:
             yield from self.mixer.tensors()
+        yield from self.convolutions or ()
 
 
 class DecoderSpec(NamedTuple):
@@ -493,6 +521,8 @@ class DecoderSpec(NamedTuple):
     """The tensors [hidden] of biases and factors on embeddings; None for none."""
     final_gate: NormGateSpec | None = None
     """The gate on the result of `final_norm`, which is that of several residual streams; None for none."""
+    embedding_norm: NormSpec | None = None
+    """The norm of embeddings; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
@@ -509,6 +539,8 @@ class DecoderSpec(NamedTuple):
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the model."""
         yield self.final_norm
+        if self.embedding_norm is not None:
+            yield self.embedding_norm
         for layer in self.layers:
             yield from layer.norms()
 

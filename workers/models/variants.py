@@ -60,6 +60,8 @@ class Variant(enum.Enum):
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
     NGRAMS = "rows of tables of n-grams"
+    DISTANCES = "biases by the distance of tokens"
+    CONVOLVED_RESULTS = "convolutions of keys, values and results"
     JOINED_INPUT = "layers that read an embedding beside the residual stream"
     DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -88,6 +90,8 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
             Variant.NGRAMS,
+            Variant.DISTANCES,
+            Variant.CONVOLVED_RESULTS,
         }
     ),
     "tpu": frozenset(
@@ -98,6 +102,8 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
             Variant.NGRAMS,
+            Variant.DISTANCES,
+            Variant.CONVOLVED_RESULTS,
             Variant.JOINED_INPUT,
             Variant.DRAFT_HEAD,
             Variant.EXPERTS_BESIDE,
@@ -160,6 +166,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None or config.num_gated_streams > 1,
         Variant.NGRAMS: config.ngrams is not None,
+        Variant.DISTANCES: config.distance_rank > 0,
+        Variant.CONVOLVED_RESULTS: config.conv_width > 0,
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,

@@ -31,6 +31,7 @@ from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     DeepRouterWeights,
+    DistanceWeights,
     DraftHeadWeights,
     Eagle3Weights,
     Embedding,
@@ -61,6 +62,7 @@ from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DeepRouterSpec,
+    DistanceSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
@@ -100,6 +102,9 @@ from manta.workers.torch_worker.stream_loader import (
 )
 from manta.workers.torch_worker.weight_content import weight_content
 from manta.workers.torch_worker.weight_platform import WeightPlatform
+
+_ALWAYS = 1e30
+"""A bias with which an expert is chosen for every token."""
 
 
 def load_model(
@@ -209,7 +214,8 @@ class WeightLoader:
         streams = load_streams(self.spec.streams, self._readers)
         scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
         gate = self._norm_gate(self.spec.final_gate)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling, gate)
+        embedding_norm = self._norm(self.spec.embedding_norm)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -301,6 +307,8 @@ class WeightLoader:
             spec.joins_input,
             load_shares(spec.stream_shares, self._readers),
             load_ngrams(spec.ngrams, self._config.ngrams, self._readers),
+            self._filters(spec.convolutions),
+            1.0 if spec.mlp_scale is None else self._scalar(spec.mlp_scale),
         )
 
     def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
@@ -376,7 +384,10 @@ class WeightLoader:
         name = spec.choice_bias
         if name is None or (spec.may_lack_choice_bias and name not in self._checkpoint):
             return None
-        return self._of_experts(name)
+        assert self._config.experts is not None
+        num_always_chosen = self._config.experts.num_always_chosen
+        bias = self._numbers(name, self._config.experts.num_scores - num_always_chosen)
+        return torch.cat((bias, _ALWAYS * torch.arange(num_always_chosen, 0, -1, device=bias.device)))
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
         """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
@@ -483,7 +494,16 @@ class WeightLoader:
             value_dim=spec.value_dim,
             gate=None if spec.gate is None else self._adapted(spec.gate),
             indexer=load_block_indexer(spec.indexer, self._readers),
+            convolutions=self._filters(spec.convolutions),
+            distances=None if spec.distances is None else self._distances(spec.distances),
         )
+
+    def _distances(self, spec: DistanceSpec) -> DistanceWeights:
+        return DistanceWeights(self._adapted(spec.numbers), self._tensor(spec.profiles))
+
+    def _filters(self, specs: tuple[TensorSpec, TensorSpec] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the filters [channels, width] of two convolutions."""
+        return None if specs is None else (self._tensor(specs[0]), self._tensor(specs[1]))
 
     @overload
     def _norm(self, spec: NormSpec) -> torch.Tensor: ...
