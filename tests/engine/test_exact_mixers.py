@@ -79,10 +79,12 @@ OTHERS = (
     "zamba",
     "zaya",
     "inkling",
+    "rwkv",
     "deepseek_v32",
     "glm_moe_dsa",
     "axk2",
     "longcat_flash",
+    "dots3_note",
 )
 """More families with these mixers, or with other parts that are compiled for `exact` alone."""
 KINDS = [*MIXERS, *(pytest.param(kind, marks=pytest.mark.prove) for kind in OTHERS)]

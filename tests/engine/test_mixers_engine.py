@@ -32,6 +32,7 @@ KINDS = (
     "zamba",
     "zaya",
     "inkling",
+    "rwkv",
 )
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -139,7 +139,6 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 20, "per_layer_config": None},
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm4v_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "glm_ocr_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},

@@ -450,6 +450,7 @@ RECURRENT_CASES: dict[str, Case] = {
             "layers with windows": {"layer_types": ["hybrid", "hybrid_sliding"] * 2},
         },
     ),
+    "rwkv": Case("RwkvConfig", {"attention_hidden_size": 80, "rescale_every": 1}, {"halving": {"rescale_every": 3}}),
     "xlstm": Case("xLSTMConfig", {"num_heads": 4}, {"capped gates": {"gate_soft_cap": 0.3}}),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",

@@ -5,27 +5,18 @@ of neighbouring tokens is the mean of theirs, normed and rotated to the block's 
 sum over the heads of `relu(query . key)`. A token attends to the blocks with the best scores among the whole ones up to
 its own position, and to the tokens after these. Of equal scores the earlier block's counts as the better one.
 
-`sparse_attention.py` chooses tokens for latent attention; what both do is there.
+`sparse_attention.py` chooses tokens for latent attention. What both do is there, such as attention to the choice.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from manta.workers.decoders.sparse_attention import (
-    PIECE_BYTES,
-    TokenChoice,
-    best_places,
-    each_alone,
-    pieces,
-    scores_of,
-)
+from manta.workers.decoders.sparse_attention import PIECE_BYTES, TokenChoice, best_places, pieces, scores_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import BlockIndexerWeights
 from manta.workers.models.block_indexer import BlockIndexerShape
-from manta.workers.models.model_config import HeadShape
 
 
 def choose_blocks(
@@ -68,32 +59,6 @@ def choose_blocks(
     num_whole = (metadata.positions + 1) // shape.block_len
     lens = num_whole.clamp(max=shape.num_chosen) * shape.block_len + (metadata.positions + 1) % shape.block_len
     return TokenChoice(chosen, lens.int())
-
-
-def attend_blocks(
-    row: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    choice: TokenChoice,
-    metadata: AttentionMetadata,
-    heads: HeadShape,
-    kernels: Kernels,
-    piece_bytes: int = PIECE_BYTES,
-) -> torch.Tensor:
-    """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Copies of
-    keys for several tokens take at most `piece_bytes` at a time. The other arguments are those of `paged_attention`.
-    """
-    assert choice.slots is not None
-    assert choice.lens is not None
-    block_size, (num_tokens, num_chosen) = metadata.block_size, choice.slots.shape
-    num_blocks = -(-num_chosen // block_size)
-    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen)).long()
-    parts = []
-    for rows in pieces(0, num_tokens, slots.shape[1] * caches[0][0, 0].nbytes, piece_bytes):
-        at = slots[rows].view(-1, block_size)
-        keys, values = (cache[at // block_size, at % block_size] for cache in caches)
-        each = each_alone(metadata, rows, choice.lens[rows], num_blocks)
-        parts.append(kernels.paged_attention(row[rows], keys, values, each, heads))
-    return torch.cat(parts)
 
 
 def _block_keys(

@@ -20,7 +20,7 @@ from manta.workers.decoders.alternating_updates import (
     sparse_gate,
     spread_streams,
 )
-from manta.workers.decoders.block_choice import attend_blocks, choose_blocks
+from manta.workers.decoders.block_choice import choose_blocks
 from manta.workers.decoders.convolved_attention import attend_convolved
 from manta.workers.decoders.distance_attention import attend_with_distances
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
@@ -34,7 +34,7 @@ from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.decoders.ngrams import ngram_streams
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
-from manta.workers.decoders.sparse_attention import TokenChoice
+from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import beyond, narrowed
 from manta.workers.kernels.linears import GatedLinear
@@ -374,6 +374,8 @@ class Decoder:
         if weight is None:
             return x
         norm = self._kernels.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
+        if weight.dim() == 2:
+            return norm(x, weight[0], self.config.rms_norm_eps) + weight[1]
         return norm(x, weight, self.config.rms_norm_eps)
 
     def _gated(self, gate: NormGateWeights, normed: torch.Tensor) -> torch.Tensor:
@@ -455,10 +457,9 @@ class Decoder:
         k_cache, v_cache = kv_cache[:2]
         eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
-            assert self.config.latent is not None
-            shape = self.config.latent
             caches, kernels = (k_cache, v_cache), self._kernels
-            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, kernels, growth, choice)
+            own = growth, choice if sliding_window is None else None, sliding_window
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, kernels, *own)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.value_dim is not None:
             qkv = _filled_up(qkv, heads, attention.value_dim)
@@ -492,7 +493,7 @@ class Decoder:
             caches = k_cache, v_cache
             attended = attend_with_distances(qkv, *by_distance, caches, metadata, heads, sliding_window, self._kernels)
         elif blocks is not None and blocks.slots is not None:
-            attended = attend_blocks(qkv, (k_cache, v_cache), blocks, metadata, heads, self._kernels)
+            attended = attend_chosen(qkv, k_cache, blocks, metadata, heads, self._kernels, v_cache=v_cache)
         else:
             attended = self._kernels.paged_attention(
                 qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks

@@ -102,21 +102,24 @@ def attend_chosen(
     heads: HeadShape,
     kernels: Kernels,
     piece_bytes: int = PIECE_BYTES,
+    v_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Cached heads
-    for several tokens take at most `piece_bytes` at a time. The other arguments are those of `paged_attention`.
+    for several tokens take at most `piece_bytes` at a time. Without a `v_cache` keys are the values too. The other
+    arguments are those of `paged_attention`.
     """
     assert choice.slots is not None
     assert choice.lens is not None
     block_size, (num_tokens, num_chosen) = metadata.block_size, choice.slots.shape
     num_blocks = -(-num_chosen // block_size)
-    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen))
-    stored = k_cache.view(-1, *k_cache.shape[2:])
+    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen)).long()
     parts = []
-    for rows in pieces(0, num_tokens, slots.shape[1] * stored[0].nbytes, piece_bytes):
-        chosen = stored.index_select(0, slots[rows].flatten()).view(-1, block_size, *k_cache.shape[2:])
+    for rows in pieces(0, num_tokens, slots.shape[1] * k_cache[0, 0].nbytes, piece_bytes):
+        places = slots[rows].view(-1, block_size)
+        keys = k_cache[places // block_size, places % block_size]
+        values = keys if v_cache is None else v_cache[places // block_size, places % block_size]
         each = each_alone(metadata, rows, choice.lens[rows], num_blocks)
-        parts.append(kernels.paged_attention(row[rows], chosen, chosen, each, heads))
+        parts.append(kernels.paged_attention(row[rows], keys, values, each, heads))
     return torch.cat(parts)
 
 

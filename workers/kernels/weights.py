@@ -16,7 +16,7 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.block_indexer import BlockIndexerShape
-from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, IndexerShape, LatentShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ class LatentAttentionWeights:
     tokens (`workers/decoders/latent_attention.py`).
     """
 
+    shape: LatentShape
     inputs: Linear
     query_norm: torch.Tensor | None
     queries: Linear | None
@@ -219,6 +220,8 @@ class LatentAttentionWeights:
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: Linear | None = None
     """hidden -> num_heads, whose sigmoids multiply the heads' values; None in families without."""
+    key_norm: torch.Tensor | None = None
+    """[rope_dim], of the rotated key before its rotation; None in families without."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -402,7 +405,7 @@ class ScalingWeights:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
-    """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
+    """A layer of `LayerSpec`: norms are tensors [hidden], [2, hidden] with a bias, or None where a family has none."""
 
     input_norm: torch.Tensor | None
     mixer: MixerWeights | None

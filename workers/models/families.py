@@ -13,6 +13,7 @@ from manta.workers.models import (
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    dots3_note,
     eagle3,
     falcon_h1,
     falcon_mamba,
@@ -61,6 +62,7 @@ from manta.workers.models import (
     qwen3_vl_moe,
     qwen4_exp,
     recurrent_gemma,
+    rwkv,
     seed_oss,
     smollm3,
     vaultgemma,
@@ -156,6 +158,8 @@ _MODULES: tuple[Family, ...] = (
     zaya,
     xlstm,
     inkling,
+    dots3_note,
+    rwkv,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -30,7 +30,8 @@ def read_config(raw: RawConfig) -> ModelConfig:
     """Reads the shape of a model. Raises `ConfigError` as `read_dense` does, and for layers with windows that have
     other query heads than the others.
     """
-    raw.ignore("number_of_conv_states", "rms_norm_eps_moe_gate", "local_layer_ids", "num_mtp_layers")
+    raw.ignore("number_of_conv_states", "rms_norm_eps_moe_gate")
+    raw.ignore("num_mtp_layers", "mtp_local_layer_ids", "chain_hidden_post_norm", "mtp_hidden_states_first")
     raw = _respelled(raw)
     vocab_size, unpadded = raw["vocab_size"].whole(), raw["unpadded_vocab_size"]
     if unpadded.whole(vocab_size) < vocab_size:

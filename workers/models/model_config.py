@@ -9,6 +9,7 @@ import regex
 
 from manta.workers.models.block_indexer import BlockIndexerShape
 from manta.workers.models.ngrams import NgramShape
+from manta.workers.models.part_shapes import Eagle3Shape, PartScales, SharedBlocks, StreamsConfig
 from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -184,6 +185,11 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     @property
+    def query_dim(self) -> int:
+        """Width of a head's query."""
+        return self.plain_dim + self.rope_dim
+
+    @property
     def cached_dim(self) -> int:
         """Width of what is cached of a token for attention: the latent vector and the rotated key."""
         return self.kv_rank + self.rope_dim
@@ -281,62 +287,6 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_scores(self) -> int:
         """Number of the router's scores of a token."""
         return self.num_experts + self.may_skip
-
-
-class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of attention and an MLP that several layers share (Zamba)."""
-
-    owners: tuple[int | None, ...]
-    """The layer under whose name the checkpoint has the block of each layer; None for a layer without one."""
-    rank: int = 0
-    """The rank of what each layer adds to the weights of its block; 0 for nothing."""
-    adapts_attention: bool = False
-    """Whether layers add to the weights of attention too."""
-
-
-class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Several residual streams, of which each layer updates one and predicts the others (Gemma 3n)."""
-
-    num_streams: int
-    rank: int
-    """The rank of the residual beside attention."""
-    scales_outputs: bool
-    """Whether the first stream is scaled where a layer's own input is gated."""
-    gate_sparsities: tuple[float, ...]
-    """The part of gates that each layer's MLP turns off; 0 for none."""
-
-
-class Eagle3Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft head that reads the residual stream of its model between some layers (EAGLE-3), which
-    `workers/models/eagle3.py` describes.
-    """
-
-    taps: tuple[int, ...]
-    """The layers of the model whose inputs the head reads, ascending: `ModelConfig.taps` of the model."""
-    target_size: int
-    """Width of the model's residual stream."""
-    target_vocab_size: int
-    """Width of the model's logits, and number of tokens that the head reads. `ModelConfig.vocab_size` of the head is
-    the number of those that it drafts.
-    """
-    norms_stream: bool
-    """Whether the head's own residual stream begins after its norm, instead of before it."""
-    layer: str
-    """How the names of the tensors of the head's layer begin."""
-
-
-class PartScales(msgspec.Struct, frozen=True, kw_only=True):
-    """Factors inside the layers of Falcon-H1."""
-
-    attention_input: float
-    attention_output: float
-    keys: float
-    recurrent_input: float
-    recurrent_output: float
-    recurrent_parts: tuple[float, ...]
-    """Those on gates, x, B, C and time steps."""
-    mlp: tuple[float, ...]
-    """Those on the gates of the MLP, before their activation, and on its result."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -445,6 +395,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     layer_kv_heads: tuple[tuple[int, int], ...] = ()
     """Number and width of the KV heads of each layer, if layers differ. The width is that of query heads too."""
+    layer_num_heads: tuple[int, ...] = ()
+    """Number of query heads of each layer, if layers differ."""
+    layer_latents: tuple[LatentShape, ...] = ()
+    """The shape of latent attention of each layer, if layers differ: then a product of a query and a key has the factor
+    `query_dim ** -0.5`.
+    """
     kv_sources: tuple[int, ...] = ()
     """The layer whose cached keys and values each layer reads, if some read those of an earlier layer."""
     reader_mlp_factor: int = 1
@@ -490,10 +446,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def heads_of(self, layer: int) -> HeadShape:
         """Returns the heads of a layer."""
+        heads = self.heads
+        if self.layer_num_heads:
+            heads = heads._replace(num_heads=self.layer_num_heads[layer])
+        if self.layer_latents:
+            latent = self.layer_latents[layer]
+            heads = heads._replace(latent_dim=latent.kv_rank, scale=latent.query_dim**-0.5)
         if not self.layer_kv_heads:
-            return self.heads
+            return heads
         num_kv_heads, head_dim = self.layer_kv_heads[layer]
-        return self.heads._replace(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        return heads._replace(num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
     def largest_heads(self) -> HeadShape:
@@ -548,6 +510,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             sliding_windows=self.sliding_windows[:num_layers],
             layer_ropes=self.layer_ropes[:num_layers],
             layer_kv_heads=self.layer_kv_heads[:num_layers],
+            layer_num_heads=self.layer_num_heads[:num_layers],
+            layer_latents=self.layer_latents[:num_layers],
             kv_sources=self.kv_sources[:num_layers],
             layer_states=self.layer_states[:num_layers],
             layer_attends=self.layer_attends[:num_layers],

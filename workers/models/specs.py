@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from manta.workers.models.block_indexer import BlockIndexerSpec
-from manta.workers.models.model_config import IndexerShape
+from manta.workers.models.model_config import IndexerShape, LatentShape
 from manta.workers.models.ngrams import NgramSpec
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
@@ -152,8 +152,12 @@ class IndexerSpec(NamedTuple):
 
 
 class LatentAttentionSpec(NamedTuple):
-    """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
+    """Latent attention. Ranks split the heads. Each has the whole latent vector."""
 
+    shape: LatentShape
+    """The sizes of this layer's attention."""
+    head_dim: int
+    """Width of a cached token (`ModelConfig.latent`)."""
     inputs: LinearSpec
     """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
     cached latent vector with the key that rotates.
@@ -170,6 +174,8 @@ class LatentAttentionSpec(NamedTuple):
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: LinearSpec | None = None
     """The linear from hidden states to a number for each head, whose sigmoid multiplies its values; None for none."""
+    key_norm: NormSpec | None = None
+    """The norm of the key that rotates, before its rotation; None if there is none (dots3.note)."""
 
     def linears(self) -> Iterator[LinearSpec]:
         linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
@@ -181,6 +187,8 @@ class LatentAttentionSpec(NamedTuple):
         if self.query_norm is not None:
             yield self.query_norm
         yield self.latent_norm
+        if self.key_norm is not None:
+            yield self.key_norm
         if self.indexer is not None:
             yield self.indexer.key_norm
 
@@ -466,6 +474,8 @@ class LayerSpec(NamedTuple):
     """
     mlp_scale: str | None = None
     """The tensor [1] that multiplies the MLP's result; None for none."""
+    stream_scale: float = 1.0
+    """Factor on the residual stream after a layer without `scalar` (RWKV)."""
 
     @property
     def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:

@@ -48,6 +48,8 @@ class Variant(enum.Enum):
     LIGHTNING = "lightning attention"
     MATRIX_MEMORY = "matrix memories"
     GATED_LINEAR_UNITS = "real-gated linear recurrent units"
+    TIME_MIXING = "time mixing"
+    CHANNEL_MIXING = "channel mixing"
     SHARED_BLOCKS = "blocks that layers share"
     CONVOLVED_ATTENTION = "attention behind convolutions"
     DEEP_ROUTER = "routers behind an MLP"
@@ -92,6 +94,8 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.NGRAMS,
             Variant.DISTANCES,
             Variant.CONVOLVED_RESULTS,
+            Variant.TIME_MIXING,
+            Variant.CHANNEL_MIXING,
         }
     ),
     "tpu": frozenset(
@@ -104,6 +108,8 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.NGRAMS,
             Variant.DISTANCES,
             Variant.CONVOLVED_RESULTS,
+            Variant.TIME_MIXING,
+            Variant.CHANNEL_MIXING,
             Variant.JOINED_INPUT,
             Variant.DRAFT_HEAD,
             Variant.EXPERTS_BESIDE,
@@ -129,6 +135,8 @@ OF_KINDS = {
     RecurrentKind.LIGHTNING: Variant.LIGHTNING,
     RecurrentKind.MATRIX_MEMORY: Variant.MATRIX_MEMORY,
     RecurrentKind.RG_LRU: Variant.GATED_LINEAR_UNITS,
+    RecurrentKind.TIME_MIXING: Variant.TIME_MIXING,
+    RecurrentKind.CHANNEL_MIXING: Variant.CHANNEL_MIXING,
     RecurrentKind.CONVOLVED_ATTENTION: Variant.CONVOLVED_ATTENTION,
 }
 """The variants of kinds of recurrent mixers that not every device with recurrent states computes."""
@@ -161,7 +169,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
         Variant.SPARSE: config.indexer is not None or config.block_indexer is not None,
-        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
+        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.layer_num_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None or config.num_gated_streams > 1,

@@ -296,7 +296,7 @@ class WeightLoader:
             spec.stream_factors,
             None if spec.beside is None else self._beside(spec.beside),
             None if spec.own_input is None else self._layer_input(spec.own_input),
-            1.0 if spec.scalar is None else self._scalar(spec.scalar),
+            spec.stream_scale if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             load_updates(spec.updates, spec.mlp, self._readers, SquaresOverRanks(self._group, self._exact)),
             None if spec.shortcut is None else self._experts(spec.shortcut),
@@ -415,15 +415,14 @@ class WeightLoader:
         return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
-        shape = self._config.latent
-        assert shape is not None
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
         expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
-        keys, values = cached_layout(expansion, shape, self._config.head_dim)
+        keys, values = cached_layout(expansion, spec.shape, spec.head_dim)
         if self._exact:
             values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
+            shape=spec.shape,
             inputs=inputs,
             query_norm=self._norm(spec.query_norm),
             queries=queries,
@@ -433,6 +432,7 @@ class WeightLoader:
             output=self._adapted(spec.output),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer),
             gate=None if spec.gate is None else self._adapted(spec.gate),
+            key_norm=self._norm(spec.key_norm),
         )
         self._checkpoint.release()
         return weights
@@ -512,7 +512,7 @@ class WeightLoader:
     def _norm(self, spec: NormSpec | None) -> torch.Tensor | None: ...
 
     def _norm(self, spec: NormSpec | None) -> torch.Tensor | None:
-        """Returns a copy in the model's dtype, or None where there is no norm."""
+        """Returns a copy in the model's dtype, followed by the bias if there is one; None where there is no norm."""
         if spec is None:
             return None
         if not spec.is_stored:
@@ -520,6 +520,8 @@ class WeightLoader:
         other = None if spec.elsewhere is None else f"{spec.elsewhere}.weight"
         name = other if other is not None and other in self._checkpoint else f"{spec.name}.weight"
         weight = self._checkpoint.view(name, (spec.size,))
+        if spec.has_bias:
+            weight = torch.stack((weight, self._checkpoint.view(f"{spec.name}.bias", (spec.size,))))
         if spec.order is not None:
             weight = weight[spec.order.rows(spec.size)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)
