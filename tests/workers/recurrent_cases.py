@@ -447,10 +447,9 @@ RECURRENT_CASES: dict[str, Case] = {
             "scaled shares": {"route_scale": 1.0},
             "growth of queries": {"log_scaling_n_floor": None},
             "strength of the growth": {"log_scaling_alpha": 0.1},
-            "layers with windows": {"layer_types": ["hybrid", "hybrid_sliding"] * 2},
         },
     ),
-    "rwkv": Case("RwkvConfig", {"attention_hidden_size": 80, "rescale_every": 1}, {"halving": {"rescale_every": 3}}),
+    "rwkv": Case("RwkvConfig", {"rescale_every": 1}),
     "xlstm": Case("xLSTMConfig", {"num_heads": 4}, {"capped gates": {"gate_soft_cap": 0.3}}),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",

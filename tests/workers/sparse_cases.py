@@ -46,7 +46,7 @@ SPARSE_CASES: dict[str, Case] = {
             "swa_num_attention_heads": 2,
             "swa_num_key_value_heads": 2,
             "swa_q_lora_rank": 20,
-            "swa_kv_lora_rank": 40,
+            "swa_kv_lora_rank": 52,
             "swa_head_dim": 24,
             "swa_qk_nope_head_dim": 12,
             "swa_v_head_dim": 16,

@@ -24,7 +24,7 @@ from manta.workers.decoders.block_choice import choose_blocks
 from manta.workers.decoders.convolved_attention import attend_convolved
 from manta.workers.decoders.distance_attention import attend_with_distances
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
-from manta.workers.decoders.gated_streams import mean_stream, norm_streams, shared_update
+from manta.workers.decoders.gated_streams import mean_stream, norm_gates, norm_streams, shared_update
 from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
@@ -380,8 +380,7 @@ class Decoder:
 
     def _gated(self, gate: NormGateWeights, normed: torch.Tensor) -> torch.Tensor:
         """Returns a norm's result times its gate."""
-        gates = gate.up.forward(gate.down.forward(normed))
-        return (normed * self._kernels.recurrent.sigmoid(gates.float())).to(normed.dtype)
+        return (normed * norm_gates(gate, normed, self._kernels)).to(normed.dtype)
 
     def _add(
         self,

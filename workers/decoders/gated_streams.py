@@ -23,10 +23,15 @@ def norm_streams(streams: torch.Tensor, weight: torch.Tensor, eps: float, kernel
     return torch.cat(normed, dim=-1).to(streams.dtype)
 
 
+def norm_gates(gate: NormGateWeights, normed: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """Returns the factors on a norm's result, float32 [num_tokens, width]."""
+    inner = kernels.recurrent.silu(gate.down.forward(normed).float())
+    return kernels.recurrent.sigmoid(gate.up.forward(inner.to(normed.dtype)).float())
+
+
 def mean_stream(normed: torch.Tensor, gate: NormGateWeights, num_streams: int, kernels: Kernels) -> torch.Tensor:
     """Returns the mean [num_tokens, hidden] of the streams' norms, side by side, times their gates."""
-    gates = kernels.recurrent.sigmoid(gate.up.forward(gate.down.forward(normed)).float())
-    first, *others = (normed.float() * gates).chunk(num_streams, dim=-1)
+    first, *others = (normed.float() * norm_gates(gate, normed, kernels)).chunk(num_streams, dim=-1)
     for other in others:
         first = first + other
     return (first / num_streams).to(normed.dtype)

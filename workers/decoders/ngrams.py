@@ -7,6 +7,8 @@ tokens.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from manta.workers.decoders.gated_streams import norm_streams
@@ -74,7 +76,7 @@ def table_rows(
     exclusive or of its tokens times their multipliers, modulo the table's rows, behind those of the tables before it.
     """
     sizes = torch.tensor(rows_of_tables, device=tokens[0].device)
-    firsts = sizes.cumsum(0) - sizes
+    firsts = torch.tensor([0, *itertools.accumulate(rows_of_tables[:-1])], device=tokens[0].device)
     mixed, hashes = tokens[0] * multipliers[0], []
     for token, multiplier in zip(tokens[1:], multipliers[1:], strict=True):
         mixed = mixed ^ (token * multiplier)

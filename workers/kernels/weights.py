@@ -352,7 +352,7 @@ class NormGateWeights:
     """The weights of `NormGateSpec`."""
 
     down: Linear
-    """hidden -> rank, with its activation."""
+    """hidden -> rank"""
     up: Linear
 
 

@@ -98,9 +98,10 @@ def _sizes_with_window(raw: RawConfig, kinds: tuple[str, ...]) -> Mapping[str, A
     by_layer = raw["per_layer_config"].object()
     published = {name: raw[f"swa_{name}"] for name in (*_WITH_WINDOW, "qk_rope_head_dim")}
     if raw["per_layer_config"].value is not None:
-        listed = [by_layer[str(layer)].object().values for layer, kind in enumerate(kinds) if kind == SLIDING]
-        num_given = sum(str(layer) in by_layer for layer, kind in enumerate(kinds) if kind == SLIDING)
-        if any(sizes != listed[0] for sizes in listed) or num_given < len(by_layer):
+        given = {int(layer) if layer.isdecimal() else -1: by_layer[layer].object().values for layer in by_layer}
+        with_window = {layer for layer, kind in enumerate(kinds) if kind == SLIDING}
+        listed = [given.get(layer, {}) for layer in with_window]
+        if given.keys() - with_window or any(sizes != listed[0] for sizes in listed):
             raise raw["per_layer_config"].refused(f"equal sizes for all layers of {SLIDING}, and none for others")
         return listed[0] if listed else {}
     sizes = _WITH_WINDOW | {name: each.value for name, each in published.items() if each.value is not None}

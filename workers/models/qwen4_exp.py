@@ -147,7 +147,7 @@ def _gate(config: ModelConfig, prefix: str) -> NormGateSpec:
     rank, width, scale = config.norm_gate_rank, _width(config), 1 / config.num_gated_streams
     down = WeightPart(f"{prefix}.input_mix_weight_down", rank, scale=scale)
     return NormGateSpec(
-        LinearSpec((down,), width, activation="silu"),
+        LinearSpec((down,), width),
         LinearSpec((WeightPart(f"{prefix}.input_mix_weight_up", width),), rank),
     )
 
