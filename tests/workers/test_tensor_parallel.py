@@ -210,6 +210,8 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
                 "qwen4_exp",
                 "dots3_note",
                 "rwkv",
+                "inkling",
+                "mimo_v2",
             )
         ),
     ],

@@ -59,7 +59,8 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: 
             return f"the {num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
         return f"the {config.num_kv_heads} KV heads"
-    if len({num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}) > 1:
+    kv_heads = {num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}
+    if len(kv_heads) > 1 and any(num_kv_heads % num_ranks for num_kv_heads in kv_heads):
         return "the different numbers of KV heads of the layers"
     experts = config.experts
     inner_sizes = [config.intermediate_size]
