@@ -207,6 +207,11 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
                 "recurrent_gemma",
                 "gemma4",
                 "gemma4, experts",
+                "qwen4_exp",
+                "dots3_note",
+                "rwkv",
+                "inkling",
+                "mimo_v2",
             )
         ),
     ],

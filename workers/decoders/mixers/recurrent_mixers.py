@@ -13,6 +13,7 @@ from manta.workers.decoders.mixers.kimi_delta import kimi_delta
 from manta.workers.decoders.mixers.lightning import lightning
 from manta.workers.decoders.mixers.matrix_memory import matrix_memory
 from manta.workers.decoders.mixers.rg_lru import rg_lru
+from manta.workers.decoders.mixers.rwkv import channel_mixing, time_mixing
 from manta.workers.decoders.mixers.selective_scan import selective_scan
 from manta.workers.decoders.mixers.state_space import state_space
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -48,4 +49,6 @@ MIXERS: dict[RecurrentKind, RecurrentMixer] = {
     RecurrentKind.LIGHTNING: lightning,
     RecurrentKind.MATRIX_MEMORY: matrix_memory,
     RecurrentKind.RG_LRU: rg_lru,
+    RecurrentKind.TIME_MIXING: time_mixing,
+    RecurrentKind.CHANNEL_MIXING: channel_mixing,
 }
