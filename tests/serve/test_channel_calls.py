@@ -13,7 +13,6 @@ from manta.cluster.errors import RequestRefused
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult, Run
-from manta.cluster.serve.engine import channel_requests
 from manta.cluster.serve.requests.channel_calls import ChannelCalls
 from manta.cluster.serve.requests.engine_client import EngineClient
 from manta.cluster.serve.requests.submission import Submission
@@ -62,9 +61,8 @@ async def read(submission: Submission) -> list[int]:
 
 
 @async_test
-async def test_requests_need_no_call_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_need_no_call_of_serve() -> None:
     """Streams, refusals, constraints and clients that leave; Serve gets what msgpack cannot carry, and the hold."""
-    monkeypatch.setattr(channel_requests, "POLL_S", 0.01)
     make = ReplicaMaker()
     replica = make()
     handle = CountingHandle(replica)
@@ -86,12 +84,12 @@ async def test_requests_need_no_call_of_serve(monkeypatch: pytest.MonkeyPatch) -
         leaving.close()
         await until(lambda: not replica.engine.has_unfinished and not client.runs)
         assert "generate" not in handle.called
-        await until(lambda: not client._over_channel._holding)
+        await until(lambda: not client.over_channel.num_held)
         assert 1 <= handle.called.count("hold") <= 4, "one each time that requests run"
         odd = await submit(client, "odd", params(max_tokens=NUM_TOKENS), session="\ud800")
         assert await read(odd) == expected
         assert handle.called.count("generate") == 1
-        assert not client._over_channel._open
+        assert client.over_channel.num_open == 0
     finally:
         await client.close()
         make.close()
@@ -108,11 +106,11 @@ class Wire:
         self.sent.append(message)
 
 
-def calls_of(*wires: Wire) -> tuple[ChannelCalls, list[str]]:
-    """Returns the calls of an ingress with these connections, and the replicas that it holds."""
+def calls_of(*wires: Wire, running: str = "a") -> tuple[ChannelCalls, list[str]]:
+    """Returns the calls of an ingress with these connections, and the replicas that it has held."""
     known, held = Replicas(), list[str]()
     known.block_sizes["engine"] = 0
-    known.set_running("engine", "ab"[: len(wires)])
+    known.set_running("engine", running)
 
     async def hold(chosen: ChosenReplica) -> None:
         held.append(chosen.name)
@@ -156,15 +154,14 @@ async def test_a_call_ends_as_one_of_serve_does() -> None:
     with pytest.raises(ConnectionError):
         await call
     assert await calls.generate(REQUEST, "engine") is None, "nobody is connected"
-    await until(lambda: not calls._holding)
+    await until(lambda: not calls.num_held)
     assert set(held) == {"a"}
 
 
 @pytest.mark.parametrize("wires", [[Wire()], [Wire(), Wire("b", takes_requests=False)], []])
 @async_test
 async def test_serve_is_called_unless_all_replicas_take_requests(wires: list[Wire]) -> None:
-    calls, _ = calls_of(*wires)
-    calls._known.set_running("engine", "ab")
+    calls, _ = calls_of(*wires, running="ab")
     assert await calls.generate(REQUEST, "engine") is None
     assert not any(wire.sent for wire in wires)
     assert await calls.generate(REQUEST, "standby") is None

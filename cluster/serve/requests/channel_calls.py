@@ -33,6 +33,16 @@ class ChannelCalls:
         self._holding: dict[str, asyncio.Task[None]] = {}
         """Calls that hold replicas."""
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests without a result."""
+        return len(self._open)
+
+    @property
+    def num_held(self) -> int:
+        """Number of replicas that are held."""
+        return len(self._holding)
+
     def connected(self, connection: Connection) -> None:
         if connection.takes_requests:
             self._connections[connection.replica] = connection

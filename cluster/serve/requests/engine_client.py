@@ -358,7 +358,7 @@ class EngineClient(EngineQuestions):
         """Asks engines that were greeted how long their starts took."""
         self._greeted: dict[str, frozenset[str]] = {}
         """Replicas that were told of this ingress, by deployment."""
-        self._over_channel = ChannelCalls(self._replicas, self._hold)
+        self.over_channel = ChannelCalls(self._replicas, self._hold)
         self._receiver = OutputReceiver(
             host,
             self._on_outputs,
@@ -366,7 +366,7 @@ class EngineClient(EngineQuestions):
             self._on_report,
             self._on_kept,
             self._on_connected,
-            self._over_channel.returned,
+            self.over_channel.returned,
         )
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -468,7 +468,7 @@ class EngineClient(EngineQuestions):
         # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second
         async with self._call_locks.setdefault(request.client, asyncio.Lock()):
             await asyncio.sleep(0)
-        result = await self._over_channel.generate(request, self.serving_name)
+        result = await self.over_channel.generate(request, self.serving_name)
         return await answer_of(self.serving.generate.remote(request, address)) if result is None else result
 
     async def _hold(self, chosen: ChosenReplica) -> None:
@@ -522,7 +522,7 @@ class EngineClient(EngineQuestions):
 
     def _on_connected(self, connection: Connection) -> None:
         self._replicas.connected(connection.replica)
-        self._over_channel.connected(connection)
+        self.over_channel.connected(connection)
         if self.keepers is not None:
             self.keepers.connected(connection)
 
@@ -535,7 +535,7 @@ class EngineClient(EngineQuestions):
         for run in list(self.runs.values()):
             if run.connection is connection:
                 run.lose("connection")
-        self._over_channel.lost(connection)
+        self.over_channel.lost(connection)
 
 
 def _gone() -> Unavailable:
