@@ -31,7 +31,7 @@ from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv, with_convolution
 from manta.workers.decoders.mixers.windows import channels_of
-from manta.workers.decoders.ngrams import ngram_streams
+from manta.workers.decoders.ngram_streams import ngram_streams
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen

@@ -1,5 +1,5 @@
 """Tables of hashed n-grams, whose rows some layers add to their residual streams (Qwen4-Exp): sizes, weights, and the
-numbers of the hash. Plain data; imports no framework. `workers/decoders/ngrams.py` computes them.
+numbers of the hash. Plain data; imports no framework. `workers/decoders/ngram_streams.py` computes them.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ class RecurrentKind(enum.Enum):
     RG_LRU = "rg_lru"
     TIME_MIXING = "time_mixing"
     CHANNEL_MIXING = "channel_mixing"
+    """The part beside time mixing, in its module."""
     CONVOLVED_ATTENTION = "convolved_attention"
     """Attention behind convolutions, which `workers/decoders/convolved_attention.py` computes, with keys and values."""
 
@@ -278,7 +279,7 @@ class RwkvShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def state(self) -> StateShape:
-        """The state of time mixing, which `workers/decoders/mixers/rwkv.py` describes."""
+        """The state of time mixing, which `workers/decoders/mixers/time_mixing.py` describes."""
         of_channels = (self.channels, 1)
         tensors = ((self.hidden_size, 1), (self.channels, 2, 1), of_channels, of_channels, (self.channels, 1, 2))
         return StateShape(tensors, kept_whole=(self.hidden_size, 0, 0, 0, 0))

@@ -13,9 +13,9 @@ from manta.workers.decoders.mixers.kimi_delta import kimi_delta
 from manta.workers.decoders.mixers.lightning import lightning
 from manta.workers.decoders.mixers.matrix_memory import matrix_memory
 from manta.workers.decoders.mixers.rg_lru import rg_lru
-from manta.workers.decoders.mixers.rwkv import channel_mixing, time_mixing
 from manta.workers.decoders.mixers.selective_scan import selective_scan
 from manta.workers.decoders.mixers.state_space import state_space
+from manta.workers.decoders.mixers.time_mixing import channel_mixing, time_mixing
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrent_step import RecurrentStep
