@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes.util
 import json
 import pathlib
 import statistics
@@ -24,6 +23,7 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import LoadResult, run_load
+from benchmarks.peers import add_python_options, pythons_of, vllm_fields
 from benchmarks.processes import (
     PEER,
     BenchmarkError,
@@ -96,15 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pairs", type=int, metavar="N", help=f"turns of each engine with --compare or in http32 (default: {PAIRS})"
     )
-    parser.add_argument("--vllm-python", metavar="PATH", help="Python of the environment that vLLM is installed in")
-    parser.add_argument(
-        "--vllm-preload",
-        metavar="LIB:LIB",
-        help="what vLLM preloads (default: tcmalloc and libiomp5, if found)",
-    )
-    parser.add_argument(
-        "--vllm-env", action="append", default=[], metavar="KEY=VALUE", help="environment of vLLM; may be repeated"
-    )
+    add_python_options(parser, "vllm")
     return parser
 
 
@@ -159,7 +151,7 @@ class Bench:
     # ---- offline -----------------------------------------------------------------------------------------------
 
     def _offline(self, model: str, name: str, letters: list[str]) -> None:
-        prompts = PromptSource(_token_limit(name, model))
+        prompts = PromptSource(token_limit(name, model))
         with self._engines(model) as engines:
             if "start" in self.workloads and name == LARGE:
                 self._start_rows(engines, model)
@@ -197,7 +189,7 @@ class Bench:
 
     def _http(self, model: str) -> None:
         """Servers side by side; without a peer also the same work offline, in turns."""
-        prompts = PromptSource(_token_limit(LARGE, model))
+        prompts = PromptSource(token_limit(LARGE, model))
         with contextlib.ExitStack() as stack:
             servers = [self._server(stack, name, model) for name in self.names]
             self._add([[[Row("http", "server launch to healthy", server.start_seconds, "s")]] for server in servers])
@@ -217,7 +209,7 @@ class Bench:
 
     def _http_against_offline(self, model: str) -> None:
         """32 streams to Manta's server, in turns with the same requests through `LLM.generate`."""
-        prompts = PromptSource(_token_limit(LARGE, model))
+        prompts = PromptSource(token_limit(LARGE, model))
         with contextlib.ExitStack() as stack:
             turns = [self._server(stack, "manta", model), self._offline_engine(stack, model, 32)]
             http, offline = self._load(turns, "http32", 32, prompts, self.pairs)
@@ -243,7 +235,7 @@ class Bench:
 
         def run(child: Child, batch: list[list[int]]) -> list[Row]:
             if isinstance(child, ServerProcess):
-                return _load_rows(workload, run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams))
+                return load_rows(workload, run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams))
             assert isinstance(child, EngineProcess)
             timing = child.generate(batch, HTTP_OUTPUT)
             return [Row(workload, "output", timing.num_tokens / timing.seconds, "tok/s")]
@@ -278,7 +270,8 @@ def _memory_row(engine: EngineProcess) -> Row:
     return Row("memory", "all processes beyond the KV pool, offline", engine.bytes_beyond_kv() / 2**30, "GiB")
 
 
-def _load_rows(workload: str, result: LoadResult) -> list[Row]:
+def load_rows(workload: str, result: LoadResult) -> list[Row]:
+    """Returns the figures of a load."""
     gaps = sorted(result.gaps)
     return [
         Row(workload, "output", result.num_tokens / result.seconds, "tok/s"),
@@ -296,34 +289,18 @@ def _of_offline(workload: str, http: float, offline: float) -> list[Row]:
     ]
 
 
-def _token_limit(name: str, model: str) -> int:
+def token_limit(name: str, model: str) -> int:
+    """Returns the largest id, exclusive, of the tokens that a benchmark draws."""
     vocab_size = json.loads((pathlib.Path(model) / "config.json").read_text())["vocab_size"]
     return min(TOKEN_LIMITS[name], vocab_size)
 
 
 def _vllm_setup(options: argparse.Namespace, notes: list[str]) -> Setup:
-    if not options.vllm_python:
+    pythons = pythons_of(options)
+    if "vllm" not in pythons:
         raise ValueError("--compare vllm needs --vllm-python, the Python that vLLM is installed in")
-    python = pathlib.Path(options.vllm_python).expanduser().absolute()
-    if not python.exists():
-        raise ValueError(f"there is no {python}; --vllm-python names the Python that vLLM is installed in")
-    if options.vllm_preload is not None:
-        preload = [str(pathlib.Path(path).expanduser()) for path in options.vllm_preload.split(":") if path]
-    else:
-        environment = python.parent.parent
-        openmp = environment / "lib" / "libiomp5.so"
-        unpacked = sorted(map(str, environment.parent.glob("deb/usr/lib/*/libtcmalloc_minimal.so.4")))
-        installed = map(ctypes.util.find_library, ("tcmalloc_minimal", "tcmalloc"))
-        allocator = [*unpacked, *(name for name in installed if name)][:1]
-        if not allocator or not openmp.exists():
-            notes.append("vLLM ran without tcmalloc or Intel's OpenMP, which slows it; see --vllm-preload")
-        preload = allocator + ([str(openmp)] if openmp.exists() else [])
-    return Setup(
-        kv_cache_bytes=options.kv_gib << 30,
-        vllm_python=str(python),
-        vllm_preload=tuple(preload),
-        vllm_environment=dict(item.partition("=")[::2] for item in options.vllm_env),
-    )
+    fields = vllm_fields(options, pythons["vllm"], notes)
+    return Setup(kv_cache_bytes=options.kv_gib << 30, pythons=pythons, **fields)
 
 
 if __name__ == "__main__":
