@@ -293,7 +293,7 @@ class OpenVinoEngine:
         return seconds, [Choices([Choice(each) for each in tokens.values()]) for tokens in chosen]
 
     def _config(self, max_tokens, sampling, schema):
-        config = self.genai.GenerationConfig()
+        config = self.pipeline.get_config()
         config.max_new_tokens, config.ignore_eos = max_tokens, schema is None
         config.apply_chat_template = False
         config.num_return_sequences = sampling["n"]
