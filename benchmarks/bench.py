@@ -151,7 +151,7 @@ class Bench:
     # ---- offline -----------------------------------------------------------------------------------------------
 
     def _offline(self, model: str, name: str, letters: list[str]) -> None:
-        prompts = PromptSource(token_limit(name, model))
+        prompts = PromptSource(_token_limit(name, model))
         with self._engines(model) as engines:
             if "start" in self.workloads and name == LARGE:
                 self._start_rows(engines, model)
@@ -189,7 +189,7 @@ class Bench:
 
     def _http(self, model: str) -> None:
         """Servers side by side; without a peer also the same work offline, in turns."""
-        prompts = PromptSource(token_limit(LARGE, model))
+        prompts = PromptSource(_token_limit(LARGE, model))
         with contextlib.ExitStack() as stack:
             servers = [self._server(stack, name, model) for name in self.names]
             self._add([[[Row("http", "server launch to healthy", server.start_seconds, "s")]] for server in servers])
@@ -209,7 +209,7 @@ class Bench:
 
     def _http_against_offline(self, model: str) -> None:
         """32 streams to Manta's server, in turns with the same requests through `LLM.generate`."""
-        prompts = PromptSource(token_limit(LARGE, model))
+        prompts = PromptSource(_token_limit(LARGE, model))
         with contextlib.ExitStack() as stack:
             turns = [self._server(stack, "manta", model), self._offline_engine(stack, model, 32)]
             http, offline = self._load(turns, "http32", 32, prompts, self.pairs)
@@ -289,8 +289,7 @@ def _of_offline(workload: str, http: float, offline: float) -> list[Row]:
     ]
 
 
-def token_limit(name: str, model: str) -> int:
-    """Returns the largest id, exclusive, of the tokens that a benchmark draws."""
+def _token_limit(name: str, model: str) -> int:
     vocab_size = json.loads((pathlib.Path(model) / "config.json").read_text())["vocab_size"]
     return min(TOKEN_LIMITS[name], vocab_size)
 

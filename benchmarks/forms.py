@@ -103,9 +103,9 @@ def compare(form: processor.Form, folder: pathlib.Path, setup: Setup, formats: S
             options = msgspec.structs.replace(setup, weights=FORMATS[name], exact=name in EXACT)
             engines[name] = EngineProcess("manta", str(folder), options)
             stack.callback(engines[name].stop)
-        for name, python in ((name, python) for name in formats for python in setup.pythons.values()):
-            if name in PEERS["llamacpp"].formats:
-                file = PEERS["llamacpp"].formats[name].prepare(folder, python)
+        for name in formats:
+            if "llamacpp" in setup.pythons and name in PEERS["llamacpp"].formats:
+                file = PEERS["llamacpp"].formats[name].prepare(folder, setup.pythons["llamacpp"])
                 engines[_beside(name)] = EngineProcess("llamacpp", str(file), setup, 32)
                 stack.callback(engines[_beside(name)].stop)
         found = alternate(list(engines.values()), num_turns, next_turn, turn, _say)

@@ -51,16 +51,15 @@ def measure_speed(name: str, setup: Setup, num_turns: int) -> None:
     with contextlib.ExitStack() as stack:
         engines = [EngineProcess("manta", str(folder), setup)]
         stack.callback(engines[0].stop)
-        for python in setup.pythons.values():
-            file = PEERS["llamacpp"].formats["bfloat16"].prepare(folder, python)
+        if "llamacpp" in setup.pythons:
+            file = PEERS["llamacpp"].formats["bfloat16"].prepare(folder, setup.pythons["llamacpp"])
             engines.append(EngineProcess("llamacpp", str(file), setup, 4))
             stack.callback(engines[1].stop)
         found = alternate(engines, num_turns, next_turn, turn, _say)
+    counted = rates[1:]  # the first warmed up
     floors = {
-        DECODE: [
-            shape.step_seconds(1, 32 + STEPS // 2, each.bfloat16, each.bandwidth) for each in rates[1:]
-        ],  # the first warmed up
-        PREFILL: [shape.prefill_seconds(1, PROMPT, each.bfloat16) for each in rates[1:]],
+        DECODE: [shape.step_seconds(1, 32 + STEPS // 2, each.bfloat16, each.bandwidth) for each in counted],
+        PREFILL: [shape.prefill_seconds(1, PROMPT, each.bfloat16) for each in counted],
     }
     for figure, floor in floors.items():
         own, *others = [[each[figure] for (each,) in turns] for turns in found]
