@@ -180,11 +180,16 @@ class LlamaCppEngine:
         return seconds, outputs
 
 
+BATCH_SIZE = 2048
+"""Tokens of a batch for ik_llama.cpp and OpenVINO, which is llama.cpp's default."""
+
+
 class IkLlamaCppEngine:
     """ik_llama.cpp by the C interface that the package ik-llama-cpp-python binds, on a GGUF file.
 
     Weights are repacked at load. The package has no scheduler and one sequence at a time, and looks at each logit in
-    Python: so this is a greedy loop of its own, with all sequences in each batch.
+    Python: so this is a greedy loop of its own, with all sequences in each batch. Flash attention aborts where one of
+    several sequences sees none of a block of keys, so only a sequence that is alone has it.
     """
 
     def __init__(self, options):
@@ -198,24 +203,29 @@ class IkLlamaCppEngine:
         self.model = api.llama_model_load_from_file(options["model"].encode(), model)
         if not self.model:
             raise RuntimeError(f"ik_llama.cpp does not load {options['model']}")
-        context = api.llama_context_default_params()
-        context.n_seq_max = options["max_num_sequences"]
-        context.n_ctx = options["max_num_sequences"] * options["max_model_len"]
-        context.n_threads = context.n_threads_batch = os.cpu_count()
-        context.flash_attn = True
-        self.context = api.llama_init_from_model(self.model, context)
-        if not self.context:
-            raise RuntimeError("ik_llama.cpp made no context")
-        self.batch_size = context.n_batch
-        self.batch = api.llama_batch_init(context.n_batch, 0, 1)
+        rows, length = options["max_num_sequences"], options["max_model_len"]
+        self.one = self._context(1, length)
+        self.many = self._context(rows, length) if rows > 1 else self.one
+        self.batch = api.llama_batch_init(BATCH_SIZE, 0, 1)
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         self.steps = StepLog()
+
+    def _context(self, rows, length):
+        params = self.api.llama_context_default_params()
+        params.n_seq_max, params.n_ctx, params.n_batch = rows, rows * length, BATCH_SIZE
+        params.n_threads = params.n_threads_batch = os.cpu_count()
+        params.flash_attn = rows == 1
+        context = self.api.llama_init_from_model(self.model, params)
+        if not context:
+            raise RuntimeError("ik_llama.cpp made no context")
+        return context
 
     def generate(self, prompts, max_tokens, sampling, schema):
         if sampling["n"] > 1 or sampling["temperature"] > 0 or schema is not None:
             raise RuntimeError("the loop for ik_llama.cpp is greedy")
         started = self.steps.restart()
-        self.api.llama_kv_cache_clear(self.context)
+        context = self.one if len(prompts) == 1 else self.many
+        self.api.llama_kv_cache_clear(context)
         chosen = [[] for _ in prompts]
         entries = [
             (row, position, token, position == len(prompt) - 1)
@@ -223,8 +233,8 @@ class IkLlamaCppEngine:
             for position, token in enumerate(prompt)
         ]
         while entries:
-            for begin in range(0, len(entries), self.batch_size):
-                self._decode(entries[begin : begin + self.batch_size], chosen)
+            for begin in range(0, len(entries), BATCH_SIZE):
+                self._decode(context, entries[begin : begin + BATCH_SIZE], chosen)
             entries = [
                 (row, len(prompts[row]) + len(tokens) - 1, tokens[-1], True)
                 for row, tokens in enumerate(chosen)
@@ -232,18 +242,18 @@ class IkLlamaCppEngine:
             ]
         return time.perf_counter() - started, [Choices([Choice(tokens)]) for tokens in chosen]
 
-    def _decode(self, entries, chosen):
+    def _decode(self, context, entries, chosen):
         """Computes entries of (row, position, token, whether its logits count), and adds the tokens of the largest."""
         batch = self.batch
         batch.n_tokens = len(entries)
         for index, (row, position, token, counts) in enumerate(entries):
             batch.token[index], batch.pos[index], batch.logits[index] = token, position, counts
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
-        if self.api.llama_decode(self.context, batch) != 0:
+        if self.api.llama_decode(context, batch) != 0:
             raise RuntimeError("ik_llama.cpp has no room for a batch")
         counted = [(index, row) for index, (row, _, _, counts) in enumerate(entries) if counts]
         for index, row in counted:
-            logits = self.api.llama_get_logits_ith(self.context, index)
+            logits = self.api.llama_get_logits_ith(context, index)
             chosen[row].append(int(self.numpy.ctypeslib.as_array(logits, (self.vocab_size,)).argmax()))
         if counted:
             self.steps.add(len(counted))
@@ -261,7 +271,7 @@ class OpenVinoEngine:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = max(1, options["kv_cache_bytes"] >> 30)
         scheduler.max_num_seqs = options["max_num_sequences"]
-        scheduler.max_num_batched_tokens = 2048
+        scheduler.max_num_batched_tokens = BATCH_SIZE
         scheduler.enable_prefix_caching = True
         threads = {"INFERENCE_NUM_THREADS": os.cpu_count(), "ENABLE_HYPER_THREADING": True}
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(options["model"], scheduler, "CPU", threads)

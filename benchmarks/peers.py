@@ -176,7 +176,7 @@ PEERS = {
         settings="continuous batching with prefix caching, a thread a core, keys, values and bfloat16 as it chooses; "
         "int8 by output, 4 bits symmetric in groups, the head in int8",
         formats={
-            "bfloat16": Format(functools.partial(_openvino, "bf16"), 16, 16),
+            "bfloat16": Format(functools.partial(_openvino, "fp16"), 16, 16),
             "int8": Format(functools.partial(_openvino, "int8"), 8, 8),
             "int4": Format(functools.partial(_openvino, "int4"), 4, 8, in_groups=True),
         },

@@ -375,6 +375,8 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
     if engine in ("manta", PEER):
         common |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(checkout_of(engine, setup))}
         return common | (setup.environment if engine == "manta" else {})
+    if engine == "openvino":
+        return common | {"CI": "true"}  # else its telemetry waits for minutes where there is no network
     if engine != "vllm":
         return common
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

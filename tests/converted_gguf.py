@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
+    "LlamaForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
@@ -285,6 +286,11 @@ def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
+def _add_mixtrals(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if "num_local_experts" in config:
+        _add_experts(writer, config)
+
+
 def _add_expert_width(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
 
@@ -374,7 +380,7 @@ _OWN: dict[str, tuple[Add, ...]] = {
     "qwen2vl": (_add_sections,),
     "qwen3vl": (_add_sections, _add_deepstack),
     "qwen3vlmoe": (_add_sections, _add_deepstack, _add_experts, _add_expert_width),
-    "llama": (_add_experts,),
+    "llama": (_add_mixtrals,),
     "qwen3moe": (_add_experts, _add_expert_width),
     "gpt-oss": (_add_experts, _add_expert_width),
     "gemma2": (_add_caps,),
