@@ -159,10 +159,9 @@ class LlamaCppEngine:
             answer = json.loads(answer) if isinstance(answer, (str, bytes)) else answer
             if "error" in answer:
                 raise RuntimeError(f"llama.cpp: {answer['error']}")
-            num_tokens = answer["usage"]["completion_tokens"]
-            outputs[index] = Choices([Choice([0] * (num_tokens // sampling["n"]))] * sampling["n"])
-            if "timings" in answer:
-                told.append(answer["timings"])
+            choice = Choice([0] * answer["usage"]["completion_tokens"])  # those of one choice
+            outputs[index] = Choices([choice] * len(answer["choices"]))
+            told.append(answer["timings"])
 
         threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
         started = self.steps.restart()
@@ -175,7 +174,7 @@ class LlamaCppEngine:
             raise RuntimeError("llama.cpp answered with an error")
         decoded = [each for each in told if each["predicted_n"] > 1]
         if decoded:
-            step = min(each["predicted_ms"] / each["predicted_n"] for each in decoded) / 1e3
+            step = min(each["predicted_ms"] / (each["predicted_n"] - 1) for each in decoded) / 1e3
             self.steps.steps = [(step * number, len(prompts) * sampling["n"]) for number in range(min(max_tokens))]
         return seconds, outputs
 

@@ -158,7 +158,8 @@ PEERS = {
         title="llama.cpp",
         packages=("xllamacpp",),
         settings="server of the package xllamacpp, a thread a core, a slot a row, flash attention where it chooses it, "
-        "weights repacked at load where it can, keys and values in float16, no copies of old prompts; BF16, Q8_0, Q4_0",
+        "weights repacked at load where it can, keys and values in float16, no copies of old prompts, free white space "
+        "under schemas; BF16, Q8_0, Q4_0",
         formats=_GGUF,
         workloads=_OFFLINE | _RICH | _HTTP,
     ),
@@ -166,7 +167,7 @@ PEERS = {
         title="ik_llama.cpp",
         packages=("ik-llama-cpp-python",),
         settings="library of the package ik-llama-cpp-python, all rows in one batch of a greedy loop, run-time repack, "
-        "flash attention, keys and values in float16; BF16, Q8_0, Q4_0",
+        "flash attention for one row, keys and values in float16; BF16, Q8_0, Q4_0",
         formats=_GGUF,
         workloads=_OFFLINE,
     ),
@@ -174,7 +175,7 @@ PEERS = {
         title="OpenVINO GenAI",
         packages=("openvino-genai",),
         settings="continuous batching with prefix caching, a thread a core, keys, values and bfloat16 as it chooses; "
-        "int8 by output, 4 bits symmetric in groups, the head in int8",
+        "int8 by output, 4 bits symmetric in groups, the head in int8; free white space under schemas",
         formats={
             "bfloat16": Format(functools.partial(_openvino, "fp16"), 16, 16),
             "int8": Format(functools.partial(_openvino, "int8"), 8, 8),
