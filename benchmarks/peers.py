@@ -65,7 +65,7 @@ def _as_it_is(folder: pathlib.Path, python: str) -> pathlib.Path:
 def gguf_file(kind: str, folder: pathlib.Path, python: str = "") -> pathlib.Path:
     """Returns a checkpoint as a GGUF file with matrices of ggml's type `kind`, as llama.cpp's converter writes it.
 
-    The head of a file of 4 bits has 8. Routers, vectors and small convolutions are in float32.
+    The head of a file of 4 bits has 8. Routers, biases and small convolutions are in float32.
     """
     return _made(folder, kind, functools.partial(_write_gguf, kind, folder), "model.gguf") / "model.gguf"
 
@@ -74,7 +74,7 @@ def _write_gguf(kind: str, folder: pathlib.Path, at: pathlib.Path) -> None:
     from tests.converted_gguf import convert
 
     def kind_of(name: str) -> str:
-        if any(part in name for part in ("ffn_gate_inp", "conv1d", "_norm")):
+        if name.endswith(".bias") or any(part in name for part in ("ffn_gate_inp", "conv1d", "_norm")):
             return "F32"
         return "Q8_0" if kind == "Q4_0" and name in ("output.weight", "token_embd.weight") else kind
 
