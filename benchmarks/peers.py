@@ -113,7 +113,9 @@ def _export(bits: str, folder: pathlib.Path, python: str, at: pathlib.Path) -> N
 
 def group_of(folder: pathlib.Path) -> int:
     """Returns the number of inputs that share a scale where a peer has `in_groups` weights of this checkpoint."""
-    inputs = {sizes[1] for sizes in tensor_shapes(folder / "model.safetensors").values() if len(sizes) == 2}
+    shapes = tensor_shapes(folder / "model.safetensors").values()
+    # Of experts that are one tensor, either of the last two numbers may be that of inputs
+    inputs = {width for sizes in shapes if len(sizes) > 1 for width in (sizes[1:] if len(sizes) == 3 else sizes[-1:])}
     return next((each for each in GROUPS if all(width % each == 0 for width in inputs)), GROUPS[-1])
 
 
