@@ -65,6 +65,9 @@ MAX_MODEL_LEN = {"d": 1152}
 USUAL_MAX_MODEL_LEN = 640
 KV_CACHE_BYTES = 2 << 30
 PAIRS = 10
+LINE = '{"cell": "'
+"""How each line of the results begins."""
+HEADING = "# Manta beside its peers"
 TOKEN_LIMIT = 30_000
 """Prompts are drawn from the tokens that all shapes have."""
 
@@ -316,15 +319,22 @@ def _row(result: Result, floor: float | None, peers_floor: float | None) -> dict
 
 
 class ResultsFile:
-    """Lines of cells, each with what it was measured with, and the table beside them."""
+    """Lines of cells, each with what it was measured with, and the table beside them. Raises `ValueError` where either
+    file is another program's.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        self._lines: list[dict[str, Any]] = []
-        if path.exists():
-            for text in path.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # an interrupted run may have cut the last one
-                    self._lines.append(json.loads(text))
+        self._table_path = path.with_suffix(".md")
+        if path.suffix == ".md" or path.is_dir():
+            raise ValueError(f"--results {path} must name a file of lines, such as table.jsonl")
+        *whole, cut = path.read_text().split("\n") if path.exists() else [""]  # an interrupted run has cut the last one
+        self._lines = [_line_of(text, path) for text in whole]
+        if cut[: len(LINE)] != LINE[: len(cut)]:
+            _line_of(cut, path)
+        if self._table_path.exists() and not self._table_path.read_text().startswith(HEADING):
+            raise ValueError(f"{self._table_path} is another file; name one beside which there is no such file")
+        if cut:
             self._write("".join(json.dumps(line) + "\n" for line in self._lines), self.path)
 
     def has(self, key: dict[str, str]) -> bool:
@@ -339,7 +349,7 @@ class ResultsFile:
 
     def write_table(self) -> None:
         """Writes the newest line of each cell, peer and processor as Markdown."""
-        self._write(markdown(self._lines), self.path.with_suffix(".md"))
+        self._write(markdown(self._lines), self._table_path)
 
     def _write(self, text: str, path: pathlib.Path) -> None:
         partial = path.with_name(path.name + ".partial")
@@ -347,12 +357,20 @@ class ResultsFile:
         partial.replace(path)
 
 
+def _line_of(text: str, path: pathlib.Path) -> dict[str, Any]:
+    with contextlib.suppress(json.JSONDecodeError):
+        line = json.loads(text)
+        if isinstance(line, dict) and line.keys() >= {"cell", "peer", "version", "commit", "processor"}:
+            return line
+    raise ValueError(f"--results {path} has lines that this command has not written; name another file")
+
+
 def markdown(lines: list[dict[str, Any]]) -> str:
     """Returns the table of the newest line of each cell, peer and processor."""
     newest = {(line["processor"], line["cell"], line["peer"]): line for line in lines}
     order = {str(cell): number for number, cell in enumerate(CELLS)}
     text = [
-        "# Manta beside its peers",
+        HEADING,
         "",
         "Manta and one peer take turns on the same checkpoint of random weights. A ratio is the median of the pairs',",
         "with its 95% interval; above 1 Manta is better. Of the floor is 1 for an engine that takes no longer than to",

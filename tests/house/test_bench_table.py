@@ -153,3 +153,22 @@ def test_floors_count_the_experts_that_are_read(tmp_path: pathlib.Path) -> None:
     assert shape.experts_hit(32) == pytest.approx(4.0)
     products = 512 * (attention + router + 2 * expert) + head + 2 * 64 * 512 * 513 / 2
     assert shape.prefill_seconds(1, 512, RATES.bfloat16) == pytest.approx(2 * products / RATES.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("notes.jsonl", "mine"),
+        ("notes.jsonl", '{"cell": "a"}\n'),
+        ("lines.jsonl", '{"cell": "p/gpt\n{"mine": 1}\n'),
+        ("README.md", "# Mine\n"),
+        ("2026.md", "# Figures\n"),
+    ],
+)
+def test_no_file_of_another_program_is_written(name: str, text: str, sitting: pathlib.Path) -> None:
+    """Neither the file that is named, nor the table that would lie beside it."""
+    (sitting / name).write_text(text)
+    with pytest.raises(ValueError, match=r"another file|such as table\.jsonl"):
+        table.ResultsFile((sitting / name).with_suffix(".jsonl") if name == "2026.md" else sitting / name)
+    assert [each.name for each in sitting.iterdir() if each.is_file()] == [name]
+    assert (sitting / name).read_text() == text
