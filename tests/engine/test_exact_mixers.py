@@ -80,6 +80,8 @@ OTHERS = (
     "deepseek_v32",
     "glm_moe_dsa",
     "axk2",
+    "hy_v4",
+    "deepseek_v4",
     "longcat_flash",
 )
 """More families with these mixers, or with other parts that are compiled for `exact` alone."""

@@ -220,6 +220,10 @@ def set_buffers(model: torch.nn.Module) -> None:
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
+        if name.endswith("tid2eid"):
+            num_experts = 2 * buffer.shape[1] + 2
+            chosen = [torch.randperm(num_experts, generator=generator)[: buffer.shape[1]] for _ in buffer]
+            buffer.copy_(torch.stack(chosen))
 
 
 def folder_of(name: str, **changes: Any) -> pathlib.Path:

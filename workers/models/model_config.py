@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 import regex
 
+from manta.workers.models.compressed_shape import CompressedShape
 from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -237,7 +238,11 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_identity: int = 0
     """How many of the experts, the last ones, return what they get (LongCat-Flash)."""
     scores: str = "softmax"
-    """The function that makes scores of the router's logits: `softmax` over all experts, or `sigmoid`."""
+    """The function that makes scores of the router's logits: `softmax` over all experts, `sigmoid`, or `sqrtsoftplus`,
+    the root of `ln(1 + exp(logit))` (DeepSeek-V4).
+    """
+    hashed_layers: tuple[int, ...] = ()
+    """Layers in which a table says which experts compute each token of the vocabulary (hash routing)."""
     normalises: bool = False
     """Whether the scores of the chosen experts are divided by their sum."""
     scale: float = 1.0
@@ -259,6 +264,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the router has one more score, that of an expert that adds nothing (ZAYA)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+    gate_limit: float = 0.0
+    """Bound of an expert's gates from above, and of what they let through from both sides; 0 for none (DeepSeek-V4)."""
 
     @property
     def num_computing(self) -> int:
@@ -292,6 +299,24 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the first stream is scaled where a layer's own input is gated."""
     gate_sparsities: tuple[float, ...]
     """The part of gates that each layer's MLP turns off; 0 for none."""
+
+
+class HyperConnections(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams, which each part of a layer reads and writes by shares that it computes of them (Zhu et
+    al., 2024). `workers/decoders/hyper_connections.py` computes them.
+    """
+
+    num_streams: int
+    eps: float
+    """Number that is added to each share by which a part reads."""
+    write_eps: float = 0.0
+    """Number that is added to each share by which a part writes."""
+    magnitude: float = 2.0
+    """Bound of the shares by which a part writes."""
+    mixing_steps: int = 0
+    """Steps of Sinkhorn and Knopp's algorithm that make the matrix by which streams are mixed (mHC; Xie et al., 2026);
+    0 if they are not mixed.
+    """
 
 
 class Eagle3Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,7 +414,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     and `head_dim` is the width of a cached token: the latent vector, the rotated key, and perhaps an indexer's key.
     """
     indexer: IndexerShape | None = None
-    """The choice of the tokens that latent attention reads; None if it reads all."""
+    """The choice of the tokens that latent attention reads, or of the entries of compressed attention; None if it reads
+    all.
+    """
+    compressed: CompressedShape | None = None
+    """The shape of compressed attention; None for other kinds. With it `num_kv_heads` is 1, and `head_dim` is the width
+    of a token's row of the cache.
+    """
     windows_are_chunks: bool = False
     """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
     query_growth: QueryGrowth | None = None
@@ -441,6 +472,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks before recurrent mixers; None if there are none."""
     streams: StreamsConfig | None = None
     """The residual streams; None for one."""
+    connections: HyperConnections | None = None
+    """The residual streams and how parts of layers read and write them; None for one stream, or for `streams`."""
     num_unused_layers: int = 0
     """Layers that the checkpoint has after the last: draft heads, which are no part of the model."""
     num_trial_layers: int = 1
@@ -458,6 +491,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def heads(self) -> HeadShape:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         latent_dim = 0 if self.latent is None else self.latent.kv_rank
+        if self.compressed is not None:
+            latent_dim = self.compressed.head_dim
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, latent_dim)
 
     def heads_of(self, layer: int) -> HeadShape:
@@ -485,8 +520,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_cached(self) -> int:
-        """Number of tensors that a layer caches: keys and values, or only the latent vectors that are both."""
-        return 1 if self.latent is not None else 2
+        """Number of tensors that a layer caches: keys and values, or only the vectors that are both."""
+        return 1 if self.heads.keys_are_values else 2
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:

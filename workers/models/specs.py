@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from manta.workers.models.compressed_attention import CompressedAttentionSpec
 from manta.workers.models.model_config import IndexerShape
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
@@ -140,7 +141,11 @@ class LatentAttentionSpec(NamedTuple):
     indexer: IndexerSpec | None = None
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: LinearSpec | None = None
-    """The linear from hidden states to a number for each head, whose sigmoid multiplies its values; None for none."""
+    """The linear from hidden states to numbers whose sigmoids multiply the heads' values: one for each head (Ling 3),
+    or one for each value (HY 4); None for none.
+    """
+    sinks: str | None = None
+    """The tensor [num_heads] of attention sinks, as those of `AttentionSpec`."""
 
     def linears(self) -> Iterator[LinearSpec]:
         linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
@@ -176,7 +181,9 @@ class SideBySideSpec(NamedTuple):
         yield from (*self.attention.tensors(), *self.recurrent.tensors())
 
 
-MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+MixerSpec = (
+    AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+)
 """The part of a layer that combines tokens. Each kind lists its weights, and has an `output` linear, whose inputs ranks
 split, or two mixers.
 """
@@ -230,6 +237,10 @@ class ExpertsSpec(NamedTuple):
     """The experts that this rank has, whole; None if it has its share of each one."""
     deep_router: DeepRouterSpec | None = None
     """What comes before `router`; None if it reads what experts read."""
+    table: str | None = None
+    """The tensor [vocab_size, num_chosen] of the experts of each token, which replaces the choice by scores; None for
+    none.
+    """
 
     @property
     def own(self) -> tuple[GatedMlpSpec, ...]:
@@ -338,6 +349,20 @@ class UpdatesSpec(NamedTuple):
         yield from (self.router_norm, self.low_rank_norm)
 
 
+class ConnectionSpec(NamedTuple):
+    """The weights of which a part of a layer computes its shares of the residual streams, in float32."""
+
+    shares: TensorSpec
+    """[num_shares, num_streams * hidden]: the matrix from all streams to the shares, those for reading first."""
+    bases: TensorSpec
+    """[num_shares]: what is added to each share."""
+    scales: TensorSpec
+    """A factor for all shares of a kind, of which there are one to three: for reading, writing and mixing."""
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from self
+
+
 class StreamsSpec(NamedTuple):
     """The linears between the embedding and all residual streams but the first, and from these to the last norm."""
 
@@ -423,6 +448,8 @@ class LayerSpec(NamedTuple):
     mixer_scaling: ScalingSpec | None = None
     """Biases and factors where the mixer's result is added; None for none. `mlp_scaling` are those of the MLP's."""
     mlp_scaling: ScalingSpec | None = None
+    connections: tuple[ConnectionSpec, ConnectionSpec] | None = None
+    """How mixer and MLP read and write the residual streams (`ModelConfig.connections`); None for one stream."""
     joins_input: bool = False
     """Whether the mixer reads the layer's own input and the norm of the residual stream, side by side (EAGLE-3)."""
 
@@ -455,8 +482,9 @@ class LayerSpec(NamedTuple):
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yields every other tensor of the layer that counts as a parameter."""
-        if self.mixer is not None:
-            yield from self.mixer.tensors()
+        for part in (self.mixer, *(self.connections or ())):
+            if part is not None:
+                yield from part.tensors()
 
 
 class DecoderSpec(NamedTuple):
@@ -476,6 +504,8 @@ class DecoderSpec(NamedTuple):
     """Beginnings of the names of tensors that checkpoints may have and no token needs."""
     embedding_scaling: tuple[str, str] | None = None
     """The tensors [hidden] of biases and factors on embeddings; None for none."""
+    gathering: ConnectionSpec | None = None
+    """The shares by which the last norm reads the residual streams of `ModelConfig.connections`."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

@@ -12,8 +12,10 @@ from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelE
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.specs import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentAttentionSpec,
     RecurrentSpec,
     ShortConvSpec,
     SideBySideSpec,
@@ -54,11 +56,15 @@ class Variant(enum.Enum):
     SCALED_STREAM = "factors on the residual stream"
     LATENT = "latent attention"
     SPARSE = "attention to tokens that an indexer chooses"
+    COMPRESSED = "attention over compressed keys"
+    TABLES = "experts that a table names for each token"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
     LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
+    CONNECTIONS = "hyper-connections"
+    LIMITED_GATES = "experts whose gates are bounded"
     JOINED_INPUT = "layers that read an embedding beside the residual stream"
     DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -86,6 +92,10 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
+            Variant.CONNECTIONS,
+            Variant.LIMITED_GATES,
+            Variant.COMPRESSED,
+            Variant.TABLES,
         }
     ),
     "tpu": frozenset(
@@ -110,6 +120,10 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
+            Variant.CONNECTIONS,
+            Variant.LIMITED_GATES,
+            Variant.COMPRESSED,
+            Variant.TABLES,
         }
     ),
 }
@@ -132,7 +146,11 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
     of_heads = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     found = {
         Variant.SOFT_CAP: config.attention_cap != 0,
-        Variant.SINKS: any(attention.sinks for attention in of_heads),
+        Variant.SINKS: any(
+            attention.sinks
+            for attention in (layer.mixer for layer in layers)
+            if isinstance(attention, AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec)
+        ),
         Variant.WIDE_NORMS: any(attention.has_wide_norms for attention in of_heads),
         Variant.OTHER_NORM_PLACES: any(_norms_elsewhere(spec)),
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
@@ -152,10 +170,14 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
         Variant.SPARSE: config.indexer is not None,
+        Variant.COMPRESSED: config.compressed is not None,
+        Variant.TABLES: config.experts is not None and bool(config.experts.hashed_layers),
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None,
+        Variant.CONNECTIONS: config.connections is not None,
+        Variant.LIMITED_GATES: config.experts is not None and config.experts.gate_limit > 0,
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,
@@ -206,7 +228,14 @@ def check_draft_model(config: ModelConfig) -> None:
 
 
 def check_block_size(config: ModelConfig, block_size: int) -> None:
-    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill."""
+    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill, or has
+    entries that such a block would part.
+    """
+    if config.compressed is not None and block_size % config.compressed.spread:
+        raise ModelError(
+            f"{config.architecture} keeps each entry of compressed keys in the rows of {config.compressed.spread} "
+            f"tokens, and block_size {block_size} is no multiple; set block_size to one"
+        )
     chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
     if any(chunk % block_size for chunk in chunks):
         raise ModelError(

@@ -108,6 +108,8 @@ class LinearSpec(NamedTuple):
     """The function of the outputs of a linear without gates, a key of `reference.ACTIVATIONS`; None for none."""
     gate_sparsity: float = 0.0
     """The part of a token's gates that are turned off, if they are normally distributed (Gemma 3n); 0 for none."""
+    gate_limit: float = 0.0
+    """Bound of the gates and of what they let through (`ExpertsConfig.gate_limit`); 0 for none."""
 
     @property
     def name(self) -> str:

@@ -60,6 +60,8 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: 
         return f"the {config.num_kv_heads} KV heads"
     if len({num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}) > 1:
         return "the different numbers of KV heads of the layers"
+    if config.compressed is not None and config.compressed.num_output_groups % num_ranks:
+        return f"the {config.compressed.num_output_groups} groups of heads with an output of their own"
     experts = config.experts
     inner_sizes = [config.intermediate_size]
     if experts is not None:

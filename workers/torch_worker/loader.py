@@ -21,7 +21,6 @@ from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
-from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.exponential import exponential
 from manta.workers.kernels.linears import GatedLinear, LowRankLinear
@@ -30,6 +29,7 @@ from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
+    ConnectionWeights,
     DecoderWeights,
     DeepRouterWeights,
     DraftHeadWeights,
@@ -38,8 +38,6 @@ from manta.workers.kernels.weights import (
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
-    IndexerWeights,
-    LatentAttentionWeights,
     LayerInputsWeights,
     LayerInputWeights,
     LayerWeights,
@@ -58,17 +56,18 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
+from manta.workers.models.compressed_attention import CompressedAttentionSpec
 from manta.workers.models.draft_heads import DraftHeadSpec
 from manta.workers.models.eagle3 import Eagle3Spec
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
+    ConnectionSpec,
     DeepRouterSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
-    IndexerSpec,
     LatentAttentionSpec,
     LayerInputSpec,
     LayerInputsSpec,
@@ -96,6 +95,12 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.mixer_loader import (
+    PartReader,
+    load_compressed_attention,
+    load_connection,
+    load_latent_attention,
+)
 from manta.workers.torch_worker.weight_content import weight_content
 from manta.workers.torch_worker.weight_platform import WeightPlatform
 
@@ -206,7 +211,8 @@ class WeightLoader:
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
         scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling)
+        gathering = None if self.spec.gathering is None else self._connection(self.spec.gathering)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling, gathering)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -314,7 +320,22 @@ class WeightLoader:
             self._scaling(spec.mixer_scaling),
             self._scaling(spec.mlp_scaling),
             spec.joins_input,
+            self._connections(spec.connections),
         )
+
+    def _connections(
+        self, specs: tuple[ConnectionSpec, ConnectionSpec] | None
+    ) -> tuple[ConnectionWeights, ConnectionWeights] | None:
+        if specs is None:
+            return None
+        of_mixer, of_mlp = map(self._connection, specs)
+        return of_mixer, of_mlp
+
+    def _connection(self, spec: ConnectionSpec) -> ConnectionWeights:
+        connections = self._config.connections
+        assert connections is not None
+        make_linear = functools.partial(self._platform.make_router, bias=None)
+        return load_connection(self._reader, spec, connections.num_streams, make_linear)
 
     def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
         return None if spec is None else NormGateWeights(*map(self._linear, spec))
@@ -370,7 +391,17 @@ class WeightLoader:
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
             deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
+            table=None if spec.table is None else self._table(spec.table, config.num_chosen),
         )
+
+    def _table(self, name: str, num_chosen: int) -> torch.Tensor:
+        """Returns the experts of each token, int64 [vocab_size, num_chosen]. Raises `ModelError` for unknown ones."""
+        assert self._config.experts is not None
+        stored = self._checkpoint.view(name, (self._config.vocab_size, num_chosen), torch.int64)
+        num_experts = self._config.experts.num_experts
+        if not stored.is_meta and not 0 <= int(stored.min()) <= int(stored.max()) < num_experts:
+            raise ModelError(f"tensor {name} has numbers that are none of the {num_experts} experts")
+        return self._platform.place_weight(stored, torch.int64)
 
     def _deep_router(self, spec: DeepRouterSpec) -> DeepRouterWeights:
         width, (first, second) = spec.norm.size, map(self._plain_linear, spec.hidden)
@@ -412,45 +443,16 @@ class WeightLoader:
         """Returns a tensor [size], whole on every rank, in float32."""
         return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
-    def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
-        shape = self._config.latent
-        assert shape is not None
-        inputs = self._adapted(spec.inputs)
-        queries = None if spec.queries is None else self._adapted(spec.queries)
-        expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
-        keys, values = cached_layout(expansion, shape, self._config.head_dim)
-        if self._exact:
-            values = values.contiguous()  # its kernel would copy them in every step
-        weights = LatentAttentionWeights(
-            inputs=inputs,
-            query_norm=self._norm(spec.query_norm),
-            queries=queries,
-            latent_norm=self._norm(spec.latent_norm),
-            keys=self._platform.place_weight(keys, self._dtype),
-            values=self._platform.place_weight(values, self._dtype),
-            output=self._adapted(spec.output),
-            indexer=None if spec.indexer is None else self._indexer(spec.indexer),
-            gate=None if spec.gate is None else self._adapted(spec.gate),
-        )
-        self._checkpoint.release()
-        return weights
-
-    def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
-        norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
-        return IndexerWeights(
-            spec.shape,
-            self._adapted(spec.queries),
-            self._adapted(spec.keys),
-            self._tensor(norm),
-            self._tensor(spec.key_bias),
-            self._plain_linear(spec.shares),
-        )
-
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
             return self._attention(spec)
         if isinstance(spec, LatentAttentionSpec):
-            return self._latent_attention(spec)
+            shape = self._config.latent
+            assert shape is not None
+            return load_latent_attention(self._reader, spec, shape, self._config.head_dim, self._exact)
+        if isinstance(spec, CompressedAttentionSpec):
+            assert self._config.compressed is not None
+            return load_compressed_attention(self._reader, spec, self._config.compressed)
         if isinstance(spec, RecurrentSpec):
             return self._recurrent(spec)
         if isinstance(spec, SideBySideSpec):
@@ -523,6 +525,20 @@ class WeightLoader:
         sinks = self.linears.read_vector(name, self._config.num_heads, Split.QUERY_HEADS)
         return self._platform.place_weight(sinks, torch.float32)
 
+    @property
+    def _reader(self) -> PartReader:
+        return PartReader(
+            self._adapted, self._plain_linear, self._dense, self._norm, self._tensor, self._sinks, self._placed
+        )
+
+    def _dense(self, spec: LinearSpec) -> torch.Tensor:
+        return self.linears.read(spec, shapes_only=False).dense()
+
+    def _placed(self, weight: torch.Tensor) -> torch.Tensor:
+        placed = self._platform.place_weight(weight, self._dtype)
+        self._checkpoint.release()
+        return placed
+
     def _linear(self, spec: LinearSpec, is_head: bool = False) -> Linear:
         """Returns the parts packed as one linear, joined to those of the other ranks."""
         return self._joined(self._own(spec, is_head), spec)
@@ -534,7 +550,9 @@ class WeightLoader:
     def _own(self, spec: LinearSpec, is_head: bool = False, bank: AdapterBank | None = None) -> Linear:
         """Returns this rank's linear, which takes the adapters of `bank`."""
         weight = self._as_kept(self.linears.read(spec), is_head)
-        linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
+        linear = self._make_linear(
+            dataclasses.replace(weight, activation=self._config.activation, gate_limit=spec.gate_limit)
+        )
         if bank is not None:
             linear = bank.around(linear, spec, self.linears.stored(spec))
         if spec.activation is not None:
