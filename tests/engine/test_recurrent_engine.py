@@ -20,13 +20,16 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kv_groups import most_states
 from manta.workers.models.model_config import ModelError
 from manta.workers.step import NUM_FIXED_STATES
-from tests.engine.histories import BLOCK, GREEDY, NGRAM, expected, prompts
+from tests.checkpoints import reference_greedy
+from tests.engine.histories import BLOCK, GREEDY, NGRAM, NUM_TOKENS, expected, prompts
 from tests.fuzz.campaign import check_engine
 from tests.fuzz.cases import Case, Fault, Request, Settings
 from tests.workers.test_layer_kinds import folder_of
 from tests.workers.test_models import random_tokens
 
 HYBRID, PURE = KINDS = ("lfm2", "lfm2, convolutions only")
+COMPRESSED = "deepseek_v4"
+"""A model whose states hold what the next compressed keys will be made of, which are in blocks of the cache."""
 
 
 def make_llm(kind: str, num_sequences: int = 8, num_blocks: int = 64, **options: Any) -> LLM:
@@ -55,7 +58,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 
 
 @pytest.mark.axes_in_turns
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, COMPRESSED])
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,7 +80,23 @@ def test_every_history_gives_the_tokens_of_transformers(kind: str, options: dict
     assert run(llm) == expected(kind), "from snapshots"
     has_more_hits = llm.engine.stats().prefix_cache_hits > hits
     assert has_more_hits == ("enable_prefix_caching" not in options)
-    assert bool(llm.engine.stats().num_preemptions) == ("num_blocks" in options and kind == HYBRID)
+    assert bool(llm.engine.stats().num_preemptions) == ("num_blocks" in options and kind != PURE)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 5, 8, 17, 33])
+def test_a_prompt_that_ends_around_a_compressed_key_gives_the_tokens_of_transformers(num_tokens: int) -> None:
+    """And so does the second request for it, whatever the first one has left in the cache."""
+    prompt, llm = random_tokens(num_tokens, seed=7), make_llm(COMPRESSED)
+    folder = folder_of(COMPRESSED)
+    for _ in range(2):
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == reference_greedy(folder, prompt, NUM_TOKENS)
+
+
+def test_short_prompts_with_compressed_keys_are_found_to_their_last_block() -> None:
+    """A key that stands for many tokens needs no longer prefix than the block that it ends in."""
+    llm, prompt = make_llm(COMPRESSED), random_tokens(40)
+    assert [num_hits(llm, prompt) for _ in range(2)] == [0, 32]
 
 
 PROMPTS = ((5, 9, 11) * 11, (7,) * 3, tuple(range(20, 52)), (5, 9, 11) * 11 + (80, 81))

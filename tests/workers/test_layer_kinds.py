@@ -221,7 +221,7 @@ def set_buffers(model: torch.nn.Module) -> None:
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
         if name.endswith("tid2eid"):
-            num_experts = 2 * buffer.shape[1] + 2
+            num_experts: Any = model.config.n_routed_experts
             chosen = [torch.randperm(num_experts, generator=generator)[: buffer.shape[1]] for _ in buffer]
             buffer.copy_(torch.stack(chosen))
 
