@@ -168,7 +168,7 @@ def _read_indexer(raw: RawConfig, shape: CompressedShape) -> IndexerShape:
 
 def describe(config: ModelConfig) -> DecoderSpec:
     spec = llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
-    return with_connections(config, spec._replace(unread=("mtp.",)))
+    return with_connections(config, spec)
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:

@@ -53,7 +53,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
 
 def describe(config: ModelConfig) -> DecoderSpec:
     spec = llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
-    return with_connections(config, spec._replace(unread=("model.mtp_layers.",)))
+    return with_connections(config, spec)
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
