@@ -33,7 +33,7 @@ _DEEPSEEK_V4: Renames = (
     (r"\.indexer\.compressor\.", ".compressor.indexer."),
     (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
     (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
-    (r"(\.compressor|\.indexer)\.norm\.", r"\1.kv_norm."),
+    (r"(\.self_attn|\.compressor|\.indexer)\.norm\.", r"\1.kv_norm."),
     (r"\.ape$", ".position_bias"),
     (r"\.w(q|o)_(a|b)\.", r".\1_\2_proj."),
     (r"\.wkv\.", ".kv_proj."),

@@ -7,12 +7,12 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import deepseek_v3, latent, llama
-from manta.workers.models.experts import with_limited_gates
+from manta.workers.models.experts import experts, stored_either_way, with_limited_gates
 from manta.workers.models.hyper_connections import with_connections
 from manta.workers.models.indexer import OWN, SHARED, read_indexer, read_shared_layers, with_shared_layers
 from manta.workers.models.model_config import ExpertsConfig, HyperConnections, IndexerShape, LatentShape, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
 from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 
 ARCHITECTURE = "HYV4ForCausalLM"
@@ -65,7 +65,12 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         gate=LinearSpec((gate,), config.hidden_size), sinks=f"{prefix}.sinks"
     )
     layer = latent.layer(config, index)._replace(mixer=mixer)
-    layer = deepseek_v3.with_sigmoid_experts(config, layer, index)
-    if not isinstance(layer.mlp, ExpertsSpec):
+    if index in config.experts.dense_layers:
         return layer
-    return layer._replace(mlp=with_limited_gates(layer.mlp, config.experts.gate_limit))
+    together, apart = (
+        experts(
+            config, f"model.layers.{index}.mlp", choice_bias="gate.e_score_correction_bias", are_stacked=are_stacked
+        )
+        for are_stacked in (True, False)
+    )
+    return layer._replace(mlp=with_limited_gates(stored_either_way(together, apart), config.experts.gate_limit))
