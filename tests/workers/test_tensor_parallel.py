@@ -172,14 +172,14 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
 
 
+LONG_KINDS = ("glm_moe_dsa", "longcat_flash", "axk1", "hy_v4", "deepseek_v4")
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         *("gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma3n", "lfm2"),
-        *(
-            pytest.param(kind, marks=pytest.mark.prove)
-            for kind in ("glm_moe_dsa", "longcat_flash", "axk1", "hy_v4", "deepseek_v4")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.prove) for kind in LONG_KINDS),
     ],
 )
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:

@@ -316,7 +316,6 @@ class Decoder:
         streams = residual.unsqueeze(1).expand(-1, shape.num_streams, -1)
         for (layer, place, source, heads, window, _, _), table in zip(self._layers, cos_sin, strict=True):
             mixer, mlp = layer.mixer, layer.mlp
-            assert layer.connections is not None
             assert mixer is not None
             assert mlp is not None
             group = metadata.of_group(0 if place is None else place.group)

@@ -460,7 +460,8 @@ class LayerWeights:
     mixer_scaling: ScalingWeights | None = None
     mlp_scaling: ScalingWeights | None = None
     joins_input: bool = False
-    connections: tuple[ConnectionWeights, ConnectionWeights] | None = None
+    connections: tuple[ConnectionWeights, ...] = ()
+    """Those of mixer and MLP; none for one residual stream."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

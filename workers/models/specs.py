@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from manta.workers.models.compressed_attention import CompressedAttentionSpec
+from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.model_config import IndexerShape
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
@@ -448,8 +448,8 @@ class LayerSpec(NamedTuple):
     mixer_scaling: ScalingSpec | None = None
     """Biases and factors where the mixer's result is added; None for none. `mlp_scaling` are those of the MLP's."""
     mlp_scaling: ScalingSpec | None = None
-    connections: tuple[ConnectionSpec, ConnectionSpec] | None = None
-    """How mixer and MLP read and write the residual streams (`ModelConfig.connections`); None for one stream."""
+    connections: tuple[ConnectionSpec, ...] = ()
+    """How mixer and MLP read and write the residual streams (`ModelConfig.connections`); none for one stream."""
     joins_input: bool = False
     """Whether the mixer reads the layer's own input and the norm of the residual stream, side by side (EAGLE-3)."""
 
@@ -482,7 +482,7 @@ class LayerSpec(NamedTuple):
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yields every other tensor of the layer that counts as a parameter."""
-        for part in (self.mixer, *(self.connections or ())):
+        for part in (self.mixer, *self.connections):
             if part is not None:
                 yield from part.tensors()
 

@@ -56,7 +56,7 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
-from manta.workers.models.compressed_attention import CompressedAttentionSpec
+from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.draft_heads import DraftHeadSpec
 from manta.workers.models.eagle3 import Eagle3Spec
 from manta.workers.models.model_config import ModelConfig, ModelError
@@ -320,16 +320,8 @@ class WeightLoader:
             self._scaling(spec.mixer_scaling),
             self._scaling(spec.mlp_scaling),
             spec.joins_input,
-            self._connections(spec.connections),
+            tuple(map(self._connection, spec.connections)),
         )
-
-    def _connections(
-        self, specs: tuple[ConnectionSpec, ConnectionSpec] | None
-    ) -> tuple[ConnectionWeights, ConnectionWeights] | None:
-        if specs is None:
-            return None
-        of_mixer, of_mlp = map(self._connection, specs)
-        return of_mixer, of_mlp
 
     def _connection(self, spec: ConnectionSpec) -> ConnectionWeights:
         connections = self._config.connections

@@ -21,7 +21,7 @@ from manta.workers.kernels.weights import (
     LatentAttentionWeights,
     Linear,
 )
-from manta.workers.models.compressed_attention import (
+from manta.workers.models.compressed_specs import (
     CompressedAttentionSpec,
     CompressedShape,
     CompressorSpec,
