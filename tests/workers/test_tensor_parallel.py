@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
+LONG_KINDS = ("glm_moe_dsa", "longcat_flash", "axk1", "hy_v4", "deepseek_v4")
 NUM_TOKENS = 24
 NUM_STATES = 256
 """Recurrent states for which the caches have room, if the model has any."""
@@ -170,9 +171,6 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds, "max_window_layers": 0}
     path = str(checkpoint("qwen3", num_hidden_layers=len(kinds), **windows))
     assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
-
-
-LONG_KINDS = ("glm_moe_dsa", "longcat_flash", "axk1", "hy_v4", "deepseek_v4")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import msgspec
 from manta.workers.models import llama
 from manta.workers.models.compressed_shape import CompressedShape
 from manta.workers.models.compressed_specs import CompressedAttentionSpec, CompressorSpec, EntryIndexerSpec
-from manta.workers.models.connections import with_connections
 from manta.workers.models.dense import MOST_LAYERS, SLIDING, read_dense, read_kinds, read_partial_rope, trial_layers
 from manta.workers.models.experts import experts, read_num_experts, stored_either_way, with_limited_gates
+from manta.workers.models.hyper_connection_specs import with_connections
 from manta.workers.models.model_config import ExpertsConfig, HyperConnections, IndexerShape, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
