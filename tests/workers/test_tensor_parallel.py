@@ -369,7 +369,7 @@ def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcess
 
 @needs_kernels
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [*EXACT_KINDS, "gemma3n", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", [*EXACT_KINDS, "gemma3n", "glm_moe_dsa", "hy_v4", "deepseek_v4"])
 def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
     """`test_quantised_ranks.py` compares the logits of each kind."""
     folder = str(folder_of(kind))
