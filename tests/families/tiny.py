@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from manta.workers.models.wrappers import WRAPPERS
-from tests.checkpoints import make_tokenizer, on_one_thread, randomise
+from tests.checkpoints import make_tokenizer, on_one_thread, randomise, set_buffers
 from tests.workers.recurrent_cases import ROPE
-from tests.workers.test_layer_kinds import CASES, SIZES, set_buffers
+from tests.workers.test_layer_kinds import CASES, SIZES
 
 WINDOW = 20
 """Positions of windows and chunks, which prompts exceed."""
@@ -139,7 +139,6 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 20, "per_layer_config": None},
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm4v_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "glm_ocr_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
@@ -165,13 +164,6 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen3_vl_text": {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-    },
     "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 64},
     "radio": {"max_img_size": 56, "video_temporal_patch_size": 2},
     "reformer": _BERT | {"axial_pos_embds": False},

@@ -34,6 +34,33 @@ SPARSE_CASES: dict[str, Case] = {
         LATENT | EXPERTS | INDEXER | {"n_group": 4, "topk_group": 2, "gated_norm_rank": 6, "attention_bias": True},
         CHOICE | {"groups of experts": {"n_group": 1, "topk_group": 1}},
     ),
+    "dots3_note": Case(
+        "Dots3NoteTextConfig",
+        LATENT
+        | EXPERTS
+        | INDEXER
+        | {
+            "head_dim": 20,
+            "layer_types": ["sliding_attention", "indexed_attention"] * 2,
+            "sliding_window": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "shared_experts_intermediate_size": 48,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 20,
+            "swa_kv_lora_rank": 52,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 12,
+            "swa_v_head_dim": 16,
+        },
+        CHOICE
+        | {
+            "groups of experts": {"n_group": 1, "topk_group": 1},
+            "window": {"sliding_window": 4096},
+            "rope of layers with windows": {"rope_parameters": ROPE},
+        },
+    ),
     "hy_v4": Case(
         "HYV4Config",
         LATENT

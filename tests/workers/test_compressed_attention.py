@@ -22,7 +22,8 @@ from manta.workers.models.raw_config import ConfigError
 from manta.workers.models.variants import check_block_size
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.torch_worker.tensor_check import check_tensors
-from tests.workers.test_layer_kinds import changed, folder_of, logits_of, rewritten
+from tests.checkpoints import reference_logits
+from tests.workers.test_layer_kinds import NUM_TOKENS, changed, folder_of, logits_of, rewritten
 from tests.workers.test_models import random_tokens
 
 V4, HY = "deepseek_v4", "hy_v4"
@@ -48,6 +49,26 @@ def test_checkpoints_with_the_names_of_transformers_modules_give_the_same_logits
     check_tensors(to, load_model_config(to))
     tokens = random_tokens(60)
     assert torch.equal(logits_of(to, tokens), logits_of(folder, tokens))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        (HY, "self_attn.linear_gate"),
+        (HY, "learnable_sink_param"),
+        (V4, "attn_sink"),
+        (V4, "compressor.ape"),
+        (V4, "hc_ffn_base"),
+    ],
+)
+def test_with_another_tensor_the_tokens_differ(kind: str, tensor: str, tmp_path: pathlib.Path) -> None:
+    def other(key: str, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {key: stored * 0.5 + 0.1 if tensor in key else stored}
+
+    tokens = random_tokens(NUM_TOKENS)
+    logits = logits_of(rewritten(folder_of(kind), tmp_path / "other", other), tokens)
+    assert not torch.equal(logits.argmax(-1), reference_logits(folder_of(kind), tokens).argmax(-1))
 
 
 def test_older_keys_of_deepseek_v4_are_those_of_transformers(tmp_path: pathlib.Path) -> None:

@@ -27,7 +27,14 @@ from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_siz
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import load_model
 from manta.workers.torch_worker.tensor_check import check_tensors
-from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
+from tests.checkpoints import (
+    make_tokenizer,
+    on_one_thread,
+    randomise,
+    reference_greedy,
+    reference_logits,
+    set_buffers,
+)
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
@@ -199,6 +206,7 @@ CASES: dict[str, Case] = (
 SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
+    "inkling": {"logits_mup_width_multiplier": 1.0},
     "cohere2": {"logit_scale": 1.0},
     "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
@@ -208,22 +216,6 @@ NOT_GENERATED = ("lfm2, convolutions only",)
 FEATURES = [(name, feature) for name, case in CASES.items() for feature in case.without]
 _root = tempfile.TemporaryDirectory(prefix="manta-layer-kinds-")
 _made: dict[str, pathlib.Path] = {}
-
-
-def set_buffers(model: torch.nn.Module) -> None:
-    """Gives stored buffers numbers with which they matter."""
-    generator = torch.Generator().manual_seed(1)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-        if name.endswith("balancing_biases"):
-            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-        if name.endswith("layer_scalar"):
-            buffer.fill_(0.7)
-        if name.endswith("tid2eid"):
-            num_experts: Any = model.config.n_routed_experts
-            chosen = [torch.randperm(num_experts, generator=generator)[: buffer.shape[1]] for _ in buffer]
-            buffer.copy_(torch.stack(chosen))
 
 
 def folder_of(name: str, **changes: Any) -> pathlib.Path:
@@ -305,15 +297,22 @@ def rewritten(
         ("deepseek_v32", "indexer.wq_b"),
         ("glm_moe_dsa", "indexer.k_norm.bias"),
         ("glm_moe_dsa", "indexer.weights_proj"),
-        ("hy_v4", "self_attn.linear_gate"),
-        ("hy_v4", "learnable_sink_param"),
-        ("deepseek_v4", "attn_sink"),
-        ("deepseek_v4", "compressor.ape"),
-        ("deepseek_v4", "hc_ffn_base"),
+        ("dots3_note", "layers.0.self_attn.g_proj"),
+        ("dots3_note", "k_rope_only_layernorm"),
         ("axk1", "post_mlp_layernorm"),
         ("axk2", "input_layernorm.W_up"),
         ("axk2", "post_attention_layernorm.W_down"),
         ("longcat_flash", "mlp.experts.2.down_proj"),
+        ("inkling", "k_sconv"),
+        ("inkling", "v_sconv"),
+        ("inkling", "attn_sconv"),
+        ("inkling", "mlp_sconv"),
+        ("inkling", "rel_logits_proj"),
+        ("inkling", "embed_norm"),
+        ("inkling", "mlp.global_scale"),
+        ("inkling", "gate.global_scale"),
+        ("inkling", "shared_experts.down_proj"),
+        ("inkling", "e_score_correction_bias"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),
@@ -321,6 +320,17 @@ def rewritten(
         ("gemma4, experts", "per_expert_scale"),
         ("gemma3n", "correct_output_scale"),
         ("gemma3n", "linear_left"),
+        ("qwen4_exp", "mlp_hyper_connection.input_mix_weight_up"),
+        ("qwen4_exp", "attn_hyper_connection.block_inject_weight"),
+        ("qwen4_exp", "ple.norm_query"),
+        ("qwen4_exp", "ple.conv1d"),
+        ("qwen4_exp", "ngram_embedding.shard_2"),
+        ("qwen4_exp", "indexer.q_layernorm"),
+        ("rwkv", "time_decay"),
+        ("rwkv", "time_first"),
+        ("rwkv", "attention.time_mix_value"),
+        ("rwkv", "feed_forward.time_mix_key"),
+        ("rwkv", "pre_ln.bias"),
         ("zamba2", "linear_q_adapter_list"),
         ("zamba2", "gate_up_proj_adapter_list"),
     ],
@@ -473,13 +483,17 @@ SPARSE = "attention to tokens that an indexer chooses"
 NOT_ON_DEVICES = {
     "cuda": {
         **dict.fromkeys(SPARSE_CASES, SPARSE),
+        "inkling": "biases by the distance of tokens, convolutions of keys, values and results",
         "longcat_flash": "experts that return what they get",
+        "qwen4_exp": f"{SPARSE}, rows of tables of n-grams",
+        "rwkv": "channel mixing, time mixing",
         "xlstm": "matrix memories",
         "zaya": "attention behind convolutions, factors on the residual stream, routers behind an MLP",
     },
     "tpu": {
         **dict.fromkeys(SPARSE_CASES, SPARSE),
         "axk2": f"{SPARSE}, gates on the results of norms",
+        "dots3_note": f"{SPARSE}, heads that differ by layer",
         "llama4": "layers that see a chunk, shares that multiply what experts get",
         "gemma3n": "heads that differ by layer, .*several residual streams",
         "gemma4": "heads that differ by layer, .*inputs of each layer",
@@ -487,8 +501,11 @@ NOT_ON_DEVICES = {
         "gemma4, experts": "experts beside an MLP",
         "longcat_flash": "experts that return what they get, experts whose result is added a layer later",
         "mimo_v2": "heads that differ by layer",
+        "inkling": "biases by the distance of tokens, convolutions of keys, values and results, heads that differ",
+        "qwen4_exp": f"{SPARSE}, gates on the results of norms, rows of tables of n-grams, several residual streams",
         "minimax": "lightning attention, norms that replace the residual stream",
         "recurrent_gemma": "real-gated linear recurrent units",
+        "rwkv": "channel mixing, time mixing",
         "xlstm": "matrix memories",
         "zamba": "blocks that layers share",
         "zamba2": "blocks that layers share",

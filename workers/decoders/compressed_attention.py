@@ -246,9 +246,9 @@ def _attend_entries(
     numbers = torch.arange(most_entries, device=device)
     places = torch.arange(most_tokens, device=device)
 
-    def copy(rows: slice) -> torch.Tensor:
+    def copy(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         of_row, entries, tokens = sequences[rows], num_entries[rows].unsqueeze(1), num_tokens[rows].unsqueeze(1)
-        heads_of_rows = flat.new_zeros((len(of_row), whole_blocks(most_keys, metadata), shape.head_dim))
+        heads_of_rows = flat.new_zeros((len(of_row), num_keys, shape.head_dim))
         row, number = (numbers < entries).nonzero().unbind(1)
         own = number if chosen is None else chosen[rows][row, number]
         found = _entry_places(metadata, of_row[row], own.unsqueeze(1), rate, shape).squeeze(1)
@@ -257,8 +257,13 @@ def _attend_entries(
         seen = positions[rows][row] + 1 - num_tokens[rows][row] + place
         found = _slots(metadata, of_row[row], seen.unsqueeze(1)).squeeze(1)
         heads_of_rows[row, num_entries[rows][row] + place] = flat[found, : shape.head_dim]
-        return heads_of_rows
+        keys = heads_of_rows.view(-1, metadata.block_size, 1, shape.head_dim)
+        return keys, keys
 
     lens = (num_entries + num_tokens).int()
     most_keys = int(lens.max())
-    return attend_copies(queries.flatten(1), copy, most_keys, lens, metadata, heads, kernels, sinks, piece_bytes)
+    num_keys = whole_blocks(most_keys, metadata)
+    row_bytes = num_keys * shape.head_dim * flat.element_size()
+    return attend_copies(
+        queries.flatten(1), copy, most_keys, lens, row_bytes, metadata, heads, kernels, sinks, piece_bytes
+    )

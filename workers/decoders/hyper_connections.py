@@ -14,7 +14,7 @@ import torch
 
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import ConnectionWeights
-from manta.workers.models.model_config import HyperConnections
+from manta.workers.models.part_shapes import HyperConnections
 
 
 class Connection:

@@ -99,46 +99,51 @@ def attend_chosen(
     metadata: AttentionMetadata,
     heads: HeadShape,
     kernels: Kernels,
-    sinks: torch.Tensor | None = None,
     piece_bytes: int = PIECE_BYTES,
+    v_cache: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Cached heads
-    for several tokens take at most `piece_bytes` at a time. The other arguments are those of `paged_attention`.
+    for several tokens take at most `piece_bytes` at a time. Without a `v_cache` keys are the values too. The other
+    arguments are those of `paged_attention`.
     """
     assert choice.slots is not None
     assert choice.lens is not None
-    num_chosen = choice.slots.shape[1]
-    slots = F.pad(choice.slots, (0, whole_blocks(num_chosen, metadata) - num_chosen))
-    stored = k_cache.view(-1, *k_cache.shape[2:])
+    block_size, num_chosen = metadata.block_size, choice.slots.shape[1]
+    slots = F.pad(choice.slots, (0, whole_blocks(num_chosen, metadata) - num_chosen)).long()
 
-    def copy(rows: slice) -> torch.Tensor:
-        return stored.index_select(0, slots[rows].flatten())
+    def copy(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        places = slots[rows].view(-1, block_size)
+        keys = k_cache[places // block_size, places % block_size]
+        return keys, keys if v_cache is None else v_cache[places // block_size, places % block_size]
 
-    return attend_copies(row, copy, num_chosen, choice.lens, metadata, heads, kernels, sinks, piece_bytes)
+    row_bytes = slots.shape[1] * k_cache[0, 0].nbytes
+    return attend_copies(row, copy, num_chosen, choice.lens, row_bytes, metadata, heads, kernels, sinks, piece_bytes)
 
 
 def attend_copies(
     row: torch.Tensor,
-    copy: Callable[[slice], torch.Tensor],
+    copy: Callable[[slice], tuple[torch.Tensor, torch.Tensor]],
     most_keys: int,
     lens: torch.Tensor,
+    row_bytes: int,
     metadata: AttentionMetadata,
     heads: HeadShape,
     kernels: Kernels,
     sinks: torch.Tensor | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> torch.Tensor:
-    """Returns the attention of each token over keys of its own, which are values too, [num_tokens, num_heads *
-    head_dim]. `copy` returns those of some tokens: `whole_blocks(most_keys)` heads for each of them, of which the first
-    `lens` (int32 [num_tokens]) count. They take at most `piece_bytes` at a time, or those of one token. The other
-    arguments are those of `paged_attention`.
+    """Returns the attention of each token over keys of its own, [num_tokens, num_heads * head_dim]. `copy` returns the
+    keys and values of some tokens in blocks, [num_blocks, block_size, num_kv_heads, head_dim]: for each token as many
+    blocks as `most_keys` need, of whose keys the first `lens` (int32 [num_tokens]) count. Those of a token have
+    `row_bytes`, and those of several take at most `piece_bytes` at a time. The other arguments are those of
+    `paged_attention`.
     """
-    block_size, num_keys = metadata.block_size, whole_blocks(most_keys, metadata)
+    num_blocks = whole_blocks(most_keys, metadata) // metadata.block_size
     parts = []
-    for rows in _pieces(0, len(lens), num_keys * heads.head_dim * row.element_size(), piece_bytes):
-        keys = copy(rows).view(-1, block_size, 1, heads.head_dim)
-        each = _each_alone(metadata, rows, lens[rows], num_keys // block_size)
-        parts.append(kernels.paged_attention(row[rows], keys, keys, each, heads, sinks=sinks))
+    for rows in pieces(0, len(lens), row_bytes, piece_bytes):
+        each = each_alone(metadata, rows, lens[rows], num_blocks)
+        parts.append(kernels.paged_attention(row[rows], *copy(rows), each, heads, sinks=sinks))
     return torch.cat(parts)
 
 
@@ -163,14 +168,14 @@ def best_keys(
     places = torch.arange(keys.shape[1], device=keys.device)
     row_bytes = queries.shape[1] * keys.shape[1] * keys.itemsize
     found = []
-    for rows in _pieces(0, len(queries), row_bytes, piece_bytes):
-        scores = _scores(queries[rows], keys, shares[rows], kernels)
+    for rows in pieces(0, len(queries), row_bytes, piece_bytes):
+        scores = scores_of(queries[rows], keys, shares[rows], kernels)
         scores.masked_fill_(places >= num_seen[rows].unsqueeze(1), -torch.inf)
-        found.append(_best(scores, num_chosen))
+        found.append(best_places(scores, num_chosen))
     return torch.cat(found)
 
 
-def _pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
+def pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
     """Yields slices of the rows `[first, last)` that need at most `piece_bytes`, or one row, at `row_bytes` each."""
     num_rows = max(1, piece_bytes // row_bytes)
     for start in range(first, last, num_rows):
@@ -193,7 +198,7 @@ def _rotated(
     return torch.cat((low * cos - high * sin, high * cos + low * sin, plain), dim=-1)
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+def scores_of(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Returns the scores of all keys [head_dim, context_len] for each token, float32 [num_tokens, context_len]; minus
     infinity for what is no number. The paper's constant factors on all scores change no choice, and are left out.
     """
@@ -204,7 +209,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, ker
     return scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _best(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
+def best_places(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
     """Returns where the best scores of each row are, int64 [num_rows, num_chosen] in ascending order; of those that
     equal the last one of them, the first ones.
     """
@@ -214,7 +219,7 @@ def _best(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
     return ranked.topk(num_chosen, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def _each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, num_blocks: int) -> AttentionMetadata:
+def each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, num_blocks: int) -> AttentionMetadata:
     """Returns metadata in which each token of `rows` is a sequence of `lens` tokens, in `num_blocks` blocks of its own
     that lie one after the other.
     """

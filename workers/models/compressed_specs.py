@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from manta.workers.models.compressed_shape import CompressedShape
 from manta.workers.models.model_config import IndexerShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, TensorSpec
-
-__all__ = ["CompressedAttentionSpec", "CompressedShape", "CompressorSpec", "EntryIndexerSpec"]
 
 
 class CompressorSpec(NamedTuple):
@@ -59,6 +56,8 @@ class CompressedAttentionSpec(NamedTuple):
     """The tensor [num_heads] of attention sinks, as those of `AttentionSpec`."""
     group_outputs: LinearSpec
     """The linear of each group of heads to narrower values: the groups' rows one after the other."""
+    output_rank: int
+    """Rows of each group."""
     output: LinearSpec
     entries: CompressorSpec | None
     """What makes entries; None if the layer attends to the last tokens alone."""

@@ -13,7 +13,8 @@ from manta.workers.models.compressed_specs import CompressedAttentionSpec, Compr
 from manta.workers.models.dense import MOST_LAYERS, SLIDING, read_dense, read_kinds, read_partial_rope, trial_layers
 from manta.workers.models.experts import experts, read_num_experts, stored_either_way, with_limited_gates
 from manta.workers.models.hyper_connection_specs import with_connections
-from manta.workers.models.model_config import ExpertsConfig, HyperConnections, IndexerShape, ModelConfig, RopeConfig
+from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig, RopeConfig
+from manta.workers.models.part_shapes import HyperConnections
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
@@ -210,6 +211,7 @@ def _attention(config: ModelConfig, index: int, prefix: str) -> CompressedAttent
         key_norm=NormSpec(f"{prefix}.kv_norm", shape.head_dim),
         sinks=f"{prefix}.sinks",
         group_outputs=LinearSpec((of_groups,), size // groups),
+        output_rank=rank,
         output=LinearSpec((WeightPart(f"{prefix}.o_b_proj", hidden),), groups * rank, splits_inputs=True),
         entries=entries,
         indexer=indexer,

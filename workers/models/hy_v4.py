@@ -10,7 +10,8 @@ from manta.workers.models import deepseek_v3, latent, llama
 from manta.workers.models.experts import experts, stored_either_way, with_limited_gates
 from manta.workers.models.hyper_connection_specs import with_connections
 from manta.workers.models.indexer import OWN, SHARED, read_indexer, read_shared_layers, with_shared_layers
-from manta.workers.models.model_config import ExpertsConfig, HyperConnections, IndexerShape, LatentShape, ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, IndexerShape, LatentShape, ModelConfig
+from manta.workers.models.part_shapes import HyperConnections
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, LayerSpec
 from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import ConnectionSpec, DecoderSpec, LayerSpec
-from manta.workers.models.weight_specs import Split, TensorSpec
+from manta.workers.models.specs import DecoderSpec, LayerSpec
+from manta.workers.models.weight_specs import ConnectionSpec, Split, TensorSpec
 
 
 def with_connections(config: ModelConfig, spec: DecoderSpec) -> DecoderSpec:
@@ -31,4 +31,5 @@ def _connection(config: ModelConfig, prefix: str, num_kinds: int) -> ConnectionS
         TensorSpec(f"{prefix}fn", (num_shares, count * config.hidden_size), Split.NOTHING),
         TensorSpec(f"{prefix}base", (num_shares,), Split.NOTHING),
         TensorSpec(f"{prefix}scale", (num_kinds,), Split.NOTHING),
+        count,
     )

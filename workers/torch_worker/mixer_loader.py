@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kernels.weights import (
     CompressedAttentionWeights,
@@ -23,13 +24,13 @@ from manta.workers.kernels.weights import (
 )
 from manta.workers.models.compressed_specs import (
     CompressedAttentionSpec,
-    CompressedShape,
     CompressorSpec,
     EntryIndexerSpec,
 )
-from manta.workers.models.model_config import LatentShape
-from manta.workers.models.specs import ConnectionSpec, IndexerSpec, LatentAttentionSpec
-from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.specs import IndexerSpec, LatentAttentionSpec
+from manta.workers.models.weight_specs import ConnectionSpec, LinearSpec, NormSpec, Split, TensorSpec
+from manta.workers.torch_worker.weight_platform import WeightPlatform
 
 
 class PartReader(NamedTuple):
@@ -49,16 +50,14 @@ class PartReader(NamedTuple):
     """A copy on the device, in the model's dtype."""
 
 
-def load_latent_attention(
-    read: PartReader, spec: LatentAttentionSpec, shape: LatentShape, head_dim: int, exact: bool
-) -> LatentAttentionWeights:
-    """Returns latent attention over cached heads of width `head_dim`."""
+def load_latent_attention(read: PartReader, spec: LatentAttentionSpec, exact: bool) -> LatentAttentionWeights:
     inputs = read.linear(spec.inputs)
     queries = None if spec.queries is None else read.linear(spec.queries)
-    keys, values = cached_layout(read.dense(spec.expansion), shape, head_dim)
+    keys, values = cached_layout(read.dense(spec.expansion), spec.shape, spec.head_dim)
     if exact:
         values = values.contiguous()  # its kernel would copy them in every step
     return LatentAttentionWeights(
+        shape=spec.shape,
         inputs=inputs,
         query_norm=None if spec.query_norm is None else read.norm(spec.query_norm),
         queries=queries,
@@ -68,6 +67,7 @@ def load_latent_attention(
         output=read.linear(spec.output),
         indexer=None if spec.indexer is None else _indexer(read, spec.indexer),
         gate=None if spec.gate is None else read.linear(spec.gate),
+        key_norm=None if spec.key_norm is None else read.norm(spec.key_norm),
         sinks=None if spec.sinks is None else read.sinks(spec.sinks),
     )
 
@@ -79,11 +79,9 @@ def _indexer(read: PartReader, spec: IndexerSpec) -> IndexerWeights:
     return IndexerWeights(spec.shape, queries, keys, *norms, read.plain_linear(spec.shares))
 
 
-def load_compressed_attention(
-    read: PartReader, spec: CompressedAttentionSpec, shape: CompressedShape
-) -> CompressedAttentionWeights:
+def load_compressed_attention(read: PartReader, spec: CompressedAttentionSpec) -> CompressedAttentionWeights:
     inputs, queries = read.linear(spec.inputs), read.linear(spec.queries)
-    by_group = read.dense(spec.group_outputs).unflatten(0, (-1, shape.output_rank))
+    by_group = read.dense(spec.group_outputs).unflatten(0, (-1, spec.output_rank))
     return CompressedAttentionWeights(
         inputs=inputs,
         query_norm=read.norm(spec.query_norm),
@@ -121,10 +119,27 @@ def _compressor(read: PartReader, spec: CompressorSpec) -> CompressorWeights:
 
 
 def load_connection(
-    read: PartReader, spec: ConnectionSpec, num_streams: int, make_linear: Callable[[torch.Tensor], Linear]
+    read: PartReader, spec: ConnectionSpec, make_linear: Callable[[torch.Tensor], Linear]
 ) -> ConnectionWeights:
     """Returns the weights of hyper-connections. `make_linear` makes a linear of a weight in float32."""
-    shares, bases, scales = (read.tensor(each).view(each.shape) for each in spec)
-    sizes = [num_streams, num_streams, num_streams**2][: len(scales)]
+    shares, bases, scales = (read.tensor(each).view(each.shape) for each in spec.tensors())
+    sizes = [spec.num_streams, spec.num_streams, spec.num_streams**2][: len(scales)]
     of_shares = torch.cat([scales[kind].expand(size) for kind, size in enumerate(sizes)])
     return ConnectionWeights(make_linear(shares), bases, of_shares)
+
+
+def load_table(
+    checkpoint: Checkpoint, config: ModelConfig, name: str | None, platform: WeightPlatform
+) -> torch.Tensor | None:
+    """Returns the experts of each token, int64 [vocab_size, num_chosen]; None without a name.
+
+    Raises `ModelError` for unknown ones.
+    """
+    if name is None:
+        return None
+    experts = config.experts
+    assert experts is not None
+    stored = checkpoint.view(name, (config.vocab_size, experts.num_chosen), torch.int64)
+    if not stored.is_meta and not 0 <= int(stored.min()) <= int(stored.max()) < experts.num_experts:
+        raise ModelError(f"tensor {name} has numbers that are none of the {experts.num_experts} experts")
+    return platform.place_weight(stored, torch.int64)
