@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -111,6 +112,69 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-4b-12-layers": (
+        "Qwen3",
+        151_669,
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2560,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 40_960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b-4-layers": (
+        "Qwen3Moe",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2048,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40_960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt-oss-20b-4-layers": (
+        "GptOss",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2880,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "tiny-llama": (
         "Llama",
         32_000,
@@ -144,7 +208,8 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 """Name to (family, tokenizer's vocabulary, configuration). The first has 494 M parameters, as Qwen2.5-0.5B. Those of 8
 layers have the layers of Qwen3.5 and Gemma 3 with a small vocabulary, and layers of attention alone that are as large
-as the former.
+as the former. Qwen3-4B is cut to a third of its layers. The mixtures have all experts of Qwen3-30B-A3B and gpt-oss-20b
+in 4 layers, and a small vocabulary.
 """
 
 
@@ -153,10 +218,10 @@ def benchmark_checkpoint(name: str) -> pathlib.Path:
     return made_once(name, functools.partial(_make, name))
 
 
-def made_once(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Returns a folder of the benchmarks' cache, which `make` fills if it does not exist yet."""
+def made_once(name: str, make: Callable[[pathlib.Path], None], has: str = "config.json") -> pathlib.Path:
+    """Returns a folder of the benchmarks' cache, which `make` fills if the file that it `has` does not exist yet."""
     folder = cache_entry("benchmarks") / name
-    if not (folder / "config.json").is_file():
+    if not (folder / has).is_file():
         print(f"making the benchmark checkpoint {name} in {folder} (once) ...", file=sys.stderr, flush=True)
         partial = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
         try:
@@ -167,6 +232,50 @@ def made_once(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def random_draft(folder: pathlib.Path) -> None:
+    """Makes a draft model for tiny-llama, which is as large and has other weights, so that its drafts are chance."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    own = benchmark_checkpoint("tiny-llama")
+    shutil.copytree(own, folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(own / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            tensors[name] = (torch.randn(tensor.shape, generator=generator) * 0.02).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def random_eagle3(folder: pathlib.Path) -> None:
+    """Makes an EAGLE-3 head of SpecForge's form for tiny-llama, whose drafts are chance."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((benchmark_checkpoint("tiny-llama") / "config.json").read_text())
+    hidden, inner, vocab_size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    width, kv_width = hidden, hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "midlayer.self_attn.q_proj": (width, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_width, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_width, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, width),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (vocab_size, hidden),
+    }
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file({name: each.bfloat16() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": vocab_size}
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _make(name: str, folder: pathlib.Path) -> None:
