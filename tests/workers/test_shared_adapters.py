@@ -127,7 +127,7 @@ def test_what_fills_a_huge_page_lies_in_one() -> None:
 
 def test_a_process_with_many_open_files_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shared adapter keeps a file open, and connections need some."""
-    monkeypatch.setattr(shared_weights, "_MOST_OPEN", 0.0)
+    monkeypatch.setattr(shared_weights, "MOST_OPEN", 0.0)
     before, own = files(), numbers(1)
     assert all(one is same for one, same in zip(share_tensors("test of files", own), own, strict=True))
     assert files() == before

@@ -111,7 +111,9 @@ class EngineReplica:
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
         self._reporter = CacheReporter(
-            lambda: blocks.num_free * blocks.block_size // len(blocks.groups), are_borders=blocks.resumes_at_borders
+            lambda: blocks.num_free * blocks.block_size // len(blocks.groups),
+            are_borders=blocks.resumes_at_borders,
+            held_adapters=lambda: self.engine.adapters.digests,
         )
         if not is_alone:
             blocks.report_to(self._reporter.note)
