@@ -332,8 +332,11 @@ class EngineReplica:
 
     async def uses_adapter(self, digest: str) -> bool:
         """Returns whether a request that has not ended has the adapter with these values."""
-        requests = [request for call in self._calls for request in call.open.values() if request.adapter]
-        return any(AdapterKey.of(request.adapter).digest == digest for request in requests)
+        return digest in self._used_adapters()
+
+    def _used_adapters(self) -> frozenset[str]:
+        requests = (request for call in self._calls for request in call.open.values() if request.adapter)
+        return frozenset(AdapterKey.of(request.adapter).digest for request in requests)
 
     async def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes blocks from the prefix store."""
@@ -361,7 +364,7 @@ class EngineReplica:
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
         if self._adapters is not None:
-            self._adapters.follow()
+            self._adapters.follow(self._used_adapters())
 
     def _on_lost_ingress(self, address: Address) -> None:
         """Cancels the calls of an ingress whose connection broke, which aborts their requests.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from manta.cluster.config import EngineConfig
@@ -29,6 +30,10 @@ logger = logger_of(__name__)
 LOADING_S = 600.0
 """Seconds for which an engine keeps an adapter that it has read for a load whose end it does not know. Other engines
 read it at the same time.
+"""
+
+KEEP_USED_S = 600.0
+"""Seconds for which replaced values stay after an engine last had a request with them, so that another one can go on.
 """
 
 
@@ -65,22 +70,25 @@ class ReplicaAdapters:
             except RequestRefused:
                 logger.error("the adapter of %s has other values by now; load it again", self._table.path_of(digest))
 
-    def follow(self) -> None:
-        """Begins to read the registry, and to forget what nothing needs any more. Serve's health check calls it, which
-        must not wait for the store.
-        """
+    def follow(self, used: Collection[str]) -> None:
+        """Begins to do what `catch_up` does. Serve's health check calls it, which must not wait for the store."""
         if self._following is None or self._following.done():
-            self._following = asyncio.ensure_future(self.catch_up())
+            self._following = asyncio.ensure_future(self.catch_up(used))
 
-    async def catch_up(self) -> None:
-        """Reads the registry, and forgets what nothing needs any more."""
+    async def catch_up(self, used: Collection[str] = ()) -> None:
+        """Reads the registry, and forgets what nothing needs any more. `used` are the digests of this engine's
+        requests: every engine keeps their values, because these may have to go on there.
+        """
         try:
-            await asyncio.to_thread(self._catch_up)
+            await asyncio.to_thread(self._catch_up, used)
         except Exception as error:  # Ray raises many types when its store does not answer
             logger.warning("the table of loaded adapters cannot be read: %s", in_words(error))
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, used: Collection[str]) -> None:
         self._table = self._registry.read()
+        kept = self._table.keeping(used, time.time(), KEEP_USED_S)
+        if kept is not self._table and self._registry.replace(kept):
+            self._table = kept  # if another change was faster, the next call does it
         now = time.monotonic()
         for digest in [digest for digest, until in self._loading.copy().items() if until <= now]:
             del self._loading[digest]
