@@ -1,5 +1,5 @@
-"""The digest of an adapter's values goes with a request wherever it goes: recordings, engines, batches, the registry. No
-request that has begun with some values goes on with others, and those that are in use stay.
+"""The digest of an adapter's values goes with a request wherever it goes: recordings, engines, batches, the registry.
+No request that has begun with some values goes on with others, and those that are in use stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from manta.cluster.batch.journal import Journal
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
 from manta.cluster.errors import ServingError
+from manta.cluster.http.exchange.engines import Generation
 from manta.cluster.protocol.error_bodies import answer_of, openai_body
 from manta.structured.refusals import Kind, Refusal
 from tests.async_tests import async_test
@@ -29,6 +30,11 @@ __all__ = ["short_times"]
 NUM_TOKENS = 20
 KEY = f"{'ab' * 16}*0.5"
 MAX_BYTES = 1 << 20
+
+
+async def read_into(tokens: list[int], answer: Generation) -> None:
+    async for event in answer:
+        tokens += event.token_ids
 
 
 @pytest.mark.parametrize("has_values", [True, False])
@@ -53,8 +59,7 @@ async def test_a_recording_goes_on_with_its_values_or_ends(has_values: bool) -> 
     else:
         tokens: list[int] = []
         with pytest.raises(ServingError) as refused:
-            async for event in second.streams.read(found):
-                tokens += event.token_ids
+            await read_into(tokens, second.streams.read(found))
         assert (refused.value.refusal.kind, refused.value.refusal.value) == ("adapter_lost", KEY)
         assert tokens == tokens_of(3, 5)
     assert world.adapters == [KEY, KEY]
