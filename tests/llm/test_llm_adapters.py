@@ -283,6 +283,21 @@ def test_adapters_over_float8_weights_are_those_over_the_dequantised_ones(kind: 
     assert tokens(llm, names) == expected
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", FLOAT8)
+def test_adapters_over_a_mixture_of_float8_weights(kind: str, tmp_path: pathlib.Path) -> None:
+    """Of attention and of experts."""
+    quantised, dense = quantised_pair(mixture("qwen3_moe"), tmp_path, *FLOAT8[kind])
+    of_experts = (f"experts.{expert}.{name}" for expert in (0, 2) for name in EXPERTS["qwen3_moe"])
+    modules = ("q_proj", "o_proj", *of_experts)
+    adapter = write_adapter(dense, tmp_path / "adapter", modules, 4)
+    models = merged(dense, adapter, tmp_path / "merged"), dense
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+    assert expected[0] != expected[1]
+    llm = LLM(str(quantised), dtype="float32", num_threads=1, adapters={"a": str(adapter)})
+    assert tokens(llm, ["a", "", "a"]) == [*expected, expected[0]]
+
+
 def test_an_adapter_shares_no_cached_prefix_with_others() -> None:
     llm, adapters = of_llama()
     prompt = [9, *PROMPT]
