@@ -80,7 +80,7 @@ def test_hot_adapters_use_every_replica(num_adapters: int) -> None:
 
 
 def test_adapters_that_do_not_all_fit_in_one_engine_find_homes() -> None:
-    """Engines with room for 4 of 12 adapters hold all of them together, and read few again."""
+    """Three engines with room for 4 of 12 adapters each hold all of them together, and read fewer again."""
     num_reads = {"by adapter": 0, "by load": 0}
     for kind in num_reads:
         some, names = some_replicas(3)
@@ -100,7 +100,7 @@ def test_adapters_that_do_not_all_fit_in_one_engine_find_homes() -> None:
             if len(running) > 4:
                 some.end(running.popleft())
     assert num_reads["by load"] > 300, "two thirds of 600, if nobody cares"
-    assert num_reads["by adapter"] < 60
+    assert num_reads["by adapter"] < num_reads["by load"] / 3
 
 
 def test_an_engine_reports_its_adapters_when_they_change() -> None:
