@@ -275,8 +275,8 @@ def test_adapters_over_float8_weights_are_those_over_the_dequantised_ones(kind: 
     quantised, dense = quantised_pair(checkpoint("llama", **shape), tmp_path, *FLOAT8[kind])
     adapters = Adapters(dense)
     for seed, targets in enumerate((["q_proj", "down_proj"], "all-linear")):
-        adapters.add(f"{seed}", seed, r=8, target_modules=targets)
-    names = ["0", "", "1"]
+        adapters.add(f"number {seed}", seed, r=8, target_modules=targets)
+    names = ["number 0", "", "number 1"]
     expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in names]
     assert len({tuple(each) for each in expected}) == len(names)
     llm = LLM(str(quantised), dtype="float32", num_threads=1, adapters=adapters.folders)
