@@ -72,9 +72,8 @@ def test_hot_adapters_use_every_replica(num_adapters: int) -> None:
     some, names = some_replicas(4)
     for number in range(num_adapters):
         some.report(names[number], report(DIGESTS[number]))
-    for number in range(80):
-        some.place(prompt(f"{number}", DIGESTS[number % num_adapters]), "engine")
-    counts = collections.Counter(placed.replica.name for placed in some._placed.values())
+    asked = (prompt(f"{number}", DIGESTS[number % num_adapters]) for number in range(80))
+    counts = collections.Counter(some.place(each, "engine")[0] for each in asked)
     assert min(counts.values()) >= 14, "the share of each is 20"
     assert len(counts) == 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from manta.cluster.llm import LLM, SamplingParams
-from manta.workers.kernels import shared_weights
 from manta.workers.kernels.packed_files import HUGE_PAGE
 from manta.workers.kernels.shared_weights import share_tensors
 from tests.adapters import merged, write_adapter
@@ -125,9 +125,13 @@ def test_what_fills_a_huge_page_lies_in_one() -> None:
     assert large[0].sum() == HUGE_PAGE // 4 + 1000
 
 
-def test_a_process_with_many_open_files_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_many_open_files_shares_nothing() -> None:
     """Each shared adapter keeps a file open, and connections need some."""
-    monkeypatch.setattr(shared_weights, "MOST_OPEN", 0.0)
-    before, own = files(), numbers(1)
-    assert all(one is same for one, same in zip(share_tensors("test of files", own), own, strict=True))
+    before, own, limits = files(), numbers(1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, limits[1]))
+    try:
+        shared = share_tensors("test of files", own)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(one is same for one, same in zip(shared, own, strict=True))
     assert files() == before

@@ -52,7 +52,7 @@ _LOCKS = "weights.lock"
 _COPIED = 16 << 20
 """Bytes that are copied between two looks whether the process ends."""
 _WAIT_SLICE_S = 0.02
-MOST_OPEN = 0.5
+_MOST_OPEN = 0.5
 """Share of the files that the process may open beyond which it shares no more tensors. Its connections need the rest.
 """
 
@@ -339,7 +339,7 @@ def _write(file: int, content: memoryview, start: int) -> None:
 
 def _has_many_files() -> bool:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > MOST_OPEN * most
+    return most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > _MOST_OPEN * most
 
 
 def _make(name: str) -> int:

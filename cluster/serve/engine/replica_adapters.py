@@ -85,14 +85,14 @@ class ReplicaAdapters:
             logger.warning("the table of loaded adapters cannot be read: %s", in_words(error))
 
     def _catch_up(self, used: Collection[str]) -> None:
-        self._table = self._registry.read()
-        kept = self._table.keeping(used, time.time(), KEEP_USED_S)
+        self._table, told = self._registry.read(), time.time()
+        kept = self._table.keeping(used, told, KEEP_USED_S)
         if kept is not self._table and self._registry.replace(kept):
             self._table = kept  # if another change was faster, the next call does it
         now = time.monotonic()
         for digest in [digest for digest, until in self._loading.copy().items() if until <= now]:
             del self._loading[digest]
-        needed = self._table.needed(time.time()) | self._loading.keys()
+        needed = self._table.needed(told) | self._loading.keys()
         for digest in self._engine.adapters.loaded:
             if digest not in needed:
                 self._thread.call(self._engine.adapters.drop, digest)
