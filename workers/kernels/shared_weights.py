@@ -318,7 +318,7 @@ def _written(library: ctypes.CDLL, name: str, num_bytes: int, placed: Iterable[t
     try:
         os.truncate(file, num_bytes)
         for start, tensor in placed:
-            _write(file, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), start)
+            _write(file, tensor.reshape(-1).view(torch.uint8).numpy().data, start)
         in_huge_pages = num_bytes // HUGE_PAGE * HUGE_PAGE
         if in_huge_pages and _has_huge_pages():
             memory = _mapped(library, file, 0, in_huge_pages, FILLS)  # which makes them
