@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes.util
+import functools
+import itertools
 import json
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -31,12 +34,15 @@ from benchmarks.processes import (
     EngineProcess,
     ServerProcess,
     Setup,
+    Timing,
     free_port,
     interrupted_once,
 )
 from benchmarks.report import Table, machine
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
 from manta.structured.visible_text import say_lines, visible_lines
+
+C = TypeVar("C", bound=Child)
 
 USUAL = ("a", "b", "c", "d", "g", "start", "memory", "http")
 ALL = (*USUAL, "http32")
@@ -45,7 +51,11 @@ TOKEN_LIMITS = {LARGE: 150_000, TINY: 30_000}
 HTTP_PROMPT, HTTP_OUTPUT = 112, 64
 PAIRS = 30
 STARTS = 3
-"""Starts of Manta's engine of which the median counts; a peer that takes a minute is started once."""
+"""Starts of Manta's engine of which the median counts; a peer that takes a minute is started once. So often both sides
+of an HTTP row start anew, too: what a start leaves to chance, such as where pages lie, lasts as long as its processes.
+"""
+PARTS = ("engine", "ingress", "others")
+"""Parts of a server whose use of the cores an HTTP row shows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pairs", type=int, metavar="N", help=f"turns of each engine with --compare or in http32 (default: {PAIRS})"
     )
+    parser.add_argument(
+        "--starts",
+        type=int,
+        metavar="N",
+        help=f"of both sides of an HTTP row, which share its pairs (default: {STARTS}; vllm: 1)",
+    )
     parser.add_argument("--vllm-python", metavar="PATH", help="Python of the environment that vLLM is installed in")
     parser.add_argument(
         "--vllm-preload",
@@ -121,6 +137,8 @@ class Bench:
             raise ValueError("--pairs compares two engines; add --compare, or the workload http32")
         if options.pairs is not None and options.pairs < 1:
             raise ValueError(f"--pairs {options.pairs} is less than 1")
+        if options.starts is not None and (options.starts < 1 or not paired):
+            raise ValueError("--starts is the number of times, at least 1, that the two sides of an HTTP row start")
         self.options = options
         self.names = ["manta"]
         self.setup = Setup(kv_cache_bytes=options.kv_gib << 30)
@@ -138,6 +156,7 @@ class Bench:
             int(number) for number in (options.streams or ("16" if options.compare else "1,16,32")).split(",")
         ]
         self.pairs = options.pairs or PAIRS
+        self.starts = min(options.starts or (1 if options.compare == "vllm" else STARTS), self.pairs)
         self.repetitions = self.pairs if options.compare else options.repetitions
         self._table = Table(options.json, paired)
 
@@ -196,33 +215,74 @@ class Bench:
     # ---- HTTP --------------------------------------------------------------------------------------------------
 
     def _http(self, model: str) -> None:
-        """Servers side by side; without a peer also the same work offline, in turns."""
+        """A server and the same work offline, in turns; with a peer its server instead."""
+        if self.options.compare:
+            self._http_against_peer(model)
+            return
         prompts = PromptSource(_token_limit(LARGE, model))
         with contextlib.ExitStack() as stack:
-            servers = [self._server(stack, name, model) for name in self.names]
-            self._add([[[Row("http", "server launch to healthy", server.start_seconds, "s")]] for server in servers])
-            if "memory" in self.workloads:
-                self.notes.append(f"the idle Manta server with Ray holds {servers[0].pss_bytes() / 2**30:.2f} GiB")
+            server = self._server(stack, "manta", model)
+            self._add([[[_launch_row(server)]]])
+            self._note_memory(server)
             for streams in self.streams:
                 workload = f"http {streams}"
-                if self.options.compare:
-                    self._add(self._load(servers, workload, streams, prompts, self.pairs))
-                    continue
                 with contextlib.ExitStack() as inner:
-                    turns = [*servers, self._offline_engine(inner, model, streams)]
+                    turns = [server, self._offline_engine(inner, model, streams)]
                     http, offline = self._load(turns, workload, streams, prompts, self.repetitions)
                 self._add([http])
                 pairs = zip(http, offline, strict=True)
                 self._add([[_of_offline(workload, served[0].value, direct[0].value) for served, direct in pairs]])
 
+    def _http_against_peer(self, model: str) -> None:
+        prompts = PromptSource(_token_limit(LARGE, model))
+        makers = [functools.partial(self._server, name=name, model=model) for name in self.names]
+        launches: list[list[list[Row]]] = [[] for _ in makers]
+        loads: dict[int, list[list[list[Row]]]] = {streams: [[] for _ in makers] for streams in self.streams}
+        for number, servers in self._starts(makers):
+            for rows, server in zip(launches, servers, strict=True):
+                rows.append([_launch_row(server)])
+            if not number:
+                self._note_memory(servers[0])
+            for streams, found in loads.items():
+                more = self._load(servers, f"http {streams}", streams, prompts, self._pairs_of_a_start)
+                for rows, new in zip(found, more, strict=True):
+                    rows += new
+        self._add(launches)
+        for found in loads.values():
+            self._add(found, num_starts=self.starts)
+
     def _http_against_offline(self, model: str) -> None:
         """32 streams to Manta's server, in turns with the same requests through `LLM.generate`."""
         prompts = PromptSource(_token_limit(LARGE, model))
-        with contextlib.ExitStack() as stack:
-            turns = [self._server(stack, "manta", model), self._offline_engine(stack, model, 32)]
-            http, offline = self._load(turns, "http32", 32, prompts, self.pairs)
-        self._add([[row[:1] for row in http], offline], "LLM.generate")
-        self._add([[row[1:] for row in http]])
+        makers: list[Callable[[contextlib.ExitStack], Child]] = [
+            functools.partial(self._server, name="manta", model=model),
+            functools.partial(self._offline_engine, model=model, max_num_sequences=32),
+        ]
+        http: list[list[Row]] = []
+        offline: list[list[Row]] = []
+        for _, turns in self._starts(makers):
+            served, direct = self._load(turns, "http32", 32, prompts, self._pairs_of_a_start)
+            http += served
+            offline += direct
+        num_shared = len(offline[0])
+        self._add([[row[:num_shared] for row in http], offline], "LLM.generate", self.starts)
+        self._add([[row[num_shared:] for row in http]])
+
+    @property
+    def _pairs_of_a_start(self) -> int:
+        return -(-self.pairs // self.starts)
+
+    def _starts(self, makers: Sequence[Callable[[contextlib.ExitStack], C]]) -> Iterator[tuple[int, list[C]]]:
+        """Yields the number of each start and what was started, in an order that is reversed each time."""
+        for number in range(self.starts):
+            with contextlib.ExitStack() as stack:
+                order = range(len(makers))
+                started = {index: makers[index](stack) for index in (reversed(order) if number % 2 else order)}
+                yield number, [started[index] for index in order]
+
+    def _note_memory(self, server: Child) -> None:
+        if "memory" in self.workloads:
+            self.notes.append(f"the idle Manta server with Ray holds {server.pss_bytes() / 2**30:.2f} GiB")
 
     def _server(self, stack: contextlib.ExitStack, name: str, model: str) -> ServerProcess:
         self._say(f"launching the {name} server on {pathlib.Path(model).name}")
@@ -239,14 +299,17 @@ class Bench:
     def _load(
         self, turns: Sequence[Child], workload: str, streams: int, prompts: PromptSource, repetitions: int
     ) -> list[list[list[Row]]]:
-        """Rows by child and repetition; `output` is the first of each."""
+        """Rows by child and repetition; those of `_offline_rows` come first."""
 
         def run(child: Child, batch: list[list[int]]) -> list[Row]:
             if isinstance(child, ServerProcess):
-                return _load_rows(workload, run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams))
+                before = child.cpu_seconds_by_part()
+                result = run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams)
+                used = child.cpu_seconds_by_part()
+                cores = {part: (used.get(part, 0.0) - before.get(part, 0.0)) / result.seconds for part in PARTS}
+                return _load_rows(workload, result, cores)
             assert isinstance(child, EngineProcess)
-            timing = child.generate(batch, HTTP_OUTPUT)
-            return [Row(workload, "output", timing.num_tokens / timing.seconds, "tok/s")]
+            return _offline_rows(workload, child.generate(batch, HTTP_OUTPUT))
 
         paired = self.options.compare or workload == "http32"
         count = streams * (self.options.requests_per_stream or (1 if paired else 2))
@@ -255,9 +318,10 @@ class Bench:
 
     # ---- what came of it ---------------------------------------------------------------------------------------
 
-    def _add(self, rows: list[list[list[Row]]], against: str | None = None) -> None:
-        """Rows by engine and repetition."""
-        self._table.add(rows[0], rows[1] if len(rows) > 1 else None, against or self.options.compare)
+    def _add(self, rows: list[list[list[Row]]], against: str | None = None, num_starts: int = 1) -> None:
+        """Rows by engine and repetition, of `num_starts` starts one after the other."""
+        peer = rows[1] if len(rows) > 1 else None
+        self._table.add(rows[0], peer, against or self.options.compare, num_starts)
 
     def _stop(self, child: Child) -> None:
         name = f"{child.engine} ({type(child).__name__})"
@@ -278,14 +342,32 @@ def _memory_row(engine: EngineProcess) -> Row:
     return Row("memory", "all processes beyond the KV pool, offline", engine.bytes_beyond_kv() / 2**30, "GiB")
 
 
-def _load_rows(workload: str, result: LoadResult) -> list[Row]:
+def _launch_row(server: Child) -> Row:
+    assert isinstance(server, ServerProcess)
+    return Row("http", "server launch to healthy", server.start_seconds, "s")
+
+
+def _load_rows(workload: str, result: LoadResult, cores: Mapping[str, float]) -> list[Row]:
     gaps = sorted(result.gaps)
     return [
         Row(workload, "output", result.num_tokens / result.seconds, "tok/s"),
-        Row(workload, "TTFT p50", statistics.median(result.ttft), "s"),
+        Row(workload, "first token of all", max(result.ttft), "s"),
         Row(workload, "inter-token p50", statistics.median(gaps) * 1e3, "ms"),
+        Row(workload, "TTFT p50", statistics.median(result.ttft), "s"),
         Row(workload, "inter-token p99", gaps[int(0.99 * (len(gaps) - 1))] * 1e3, "ms"),
         Row(workload, "load generator", result.generator_cores, "cores"),
+        *(Row(workload, f"server: {part}", used, "cores") for part, used in cores.items()),
+    ]
+
+
+def _offline_rows(workload: str, timing: Timing) -> list[Row]:
+    moments = [moment for moment, _ in timing.steps]
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
+    most = max(count for _, count in timing.steps)
+    return [
+        Row(workload, "output", timing.num_tokens / timing.seconds, "tok/s"),
+        Row(workload, "first token of all", next(moment for moment, count in timing.steps if count == most), "s"),
+        Row(workload, "inter-token p50", statistics.median(gaps) * 1e3, "ms"),
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -167,6 +168,50 @@ def made_once(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def random_draft(folder: pathlib.Path) -> None:
+    """Makes a draft model for tiny-llama, which is as large and has other weights, so that its drafts are chance."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    own = benchmark_checkpoint("tiny-llama")
+    shutil.copytree(own, folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(own / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            tensors[name] = (torch.randn(tensor.shape, generator=generator) * 0.02).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def random_eagle3(folder: pathlib.Path) -> None:
+    """Makes an EAGLE-3 head of SpecForge's form for tiny-llama, whose drafts are chance."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((benchmark_checkpoint("tiny-llama") / "config.json").read_text())
+    hidden, inner, vocab_size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    width, kv_width = hidden, hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "midlayer.self_attn.q_proj": (width, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_width, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_width, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, width),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (vocab_size, hidden),
+    }
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file({name: each.bfloat16() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": vocab_size}
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _make(name: str, folder: pathlib.Path) -> None:

@@ -162,12 +162,17 @@ class Child:
         return total
 
     def cpu_seconds(self) -> float:
-        total = 0.0
+        return sum(self.cpu_seconds_by_part().values())
+
+    def cpu_seconds_by_part(self) -> dict[str, float]:
+        """Returns the CPU seconds of Manta's processes by deployment, such as `engine`, and of the rest as `others`."""
+        totals: dict[str, float] = {}
         for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+            with contextlib.suppress(psutil.Error):
+                times, command = process.cpu_times(), process.cmdline()
+                part = _part_of(command[0] if command else "")
+                totals[part] = totals.get(part, 0.0) + times.user + times.system
+        return totals
 
     def rest(self, limit_s: float = 1.5) -> None:
         """Waits until the tree is quiet; one that is still busy after `limit_s` is paused, from then on at once."""
@@ -234,6 +239,13 @@ class Child:
         if self.process.stdout is not None:
             self.process.stdout.close()
         self._log.close()
+
+
+def _part_of(command: str) -> str:
+    """Returns the deployment of a replica, whose process Ray names `ray::ServeReplica:APPLICATION:DEPLOYMENT`."""
+    if not command.startswith("ray::ServeReplica:"):
+        return "others"
+    return command.rpartition(":")[2].partition(".")[0]
 
 
 class EngineProcess(Child):

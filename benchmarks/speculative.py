@@ -4,6 +4,9 @@
     history   the demo model with earlier answers, over new tasks and over tasks that come again each turn
     h         n-grams in the large shape, on prompts that repeat 32 tokens 8 times
     json      forced tokens, in the large shape, under a schema whose text is mostly fixed, T = 1
+    losses    each proposer where drafts hardly help, on the tiny model: draws among 8 tokens, whose last ones have
+              always occurred before, and drafts of a model and of a head with other random weights. The bar of each
+              ratio is 0.98
 
 Engines without drafts, with adaptive and with fixed lengths take turns of a few seconds in one process, with the same
 requests, at each number of sequences. Ratios are to the engine without drafts. Each row also has the tokens that a
@@ -16,24 +19,28 @@ import argparse
 import functools
 import json
 import pathlib
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.checkpoints import benchmark_checkpoint, made_once, random_draft, random_eagle3
 from benchmarks.report import Table, in_turns, machine
 from benchmarks.workloads import PromptSource, Row
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 
-PARTS = ("demo", "history", "h", "json")
+PARTS = ("demo", "history", "h", "json", "losses")
 ROWS = (1, 4, 16, 32)
 DEMO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo"
 DEMO_TASKS = ("order", "contact", "sorting", "question")
 DEMO_REQUESTS = 16
 """Fewest requests of one turn of the demo model."""
 PERIOD, REPEATS, OUTPUT = 32, 8, 256
+NOISE_IDS = tuple(range(400, 408))
+"""Tokens that `losses` draws."""
+NOISE_PROMPT = 64
 SHOWN_PLACES = 8
 
 SCHEMA: dict[str, Any] = {
@@ -98,6 +105,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _compare(engines, "history, new tasks", count, make, options.pairs, table)
             _compare(engines, "history, the same", count, lambda count, turn: make(count, -1), options.pairs, table)
         del engines
+    if "losses" in parts:
+        losing: dict[str, dict[str, Any]] = {
+            "ngram": {},
+            "history": {},
+            "draft": {"draft_model": str(made_once("tiny-llama-draft", random_draft))},
+            "eagle3": {"draft_model": str(made_once("tiny-llama-eagle3", random_eagle3))},
+        }
+        for name, more in losing.items():
+            engines = _engines(str(benchmark_checkpoint("tiny-llama")), {"proposers": [name], **more}, 2**28)
+            del engines["fixed"]
+            # A draft model draws with the noise of the model's own draws, so that drafts differ only without any.
+            make = functools.partial(_noise, temperature=0.0 if more else 1.0)
+            for count in rows:
+                _compare(engines, f"losses, {name}", count, make, options.pairs, table)
+            del engines
     for part, proposer, kind in (("h", "ngram", _repetitive), ("json", "forced", _mostly_fixed)):
         if part in parts:
             model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
@@ -150,6 +172,14 @@ def _mostly_fixed(source: PromptSource) -> Callable[[int, int], Requests]:
     return make
 
 
+def _noise(count: int, turn: int, temperature: float) -> Requests:
+    generator = random.Random(turn)
+    prompts = [generator.choices(NOISE_IDS, k=NOISE_PROMPT) for _ in range(count)]
+    common: dict[str, Any] = {"temperature": temperature, "max_tokens": OUTPUT, "ignore_eos": True}
+    common["allowed_token_ids"] = NOISE_IDS
+    return prompts, [SamplingParams(seed=1000 * turn + index, **common) for index in range(count)]
+
+
 class Run(NamedTuple):
     speed: float
     """Tokens a second."""
@@ -170,7 +200,7 @@ def _compare(
     requests = functools.lru_cache(1)(functools.partial(make, count))  # the same for every engine of a turn
     sides = {name: lambda turn, llm=llm: _run(llm, count, *requests(turn)) for name, llm in engines.items()}  # type: ignore[misc]
     runs: dict[str, list[Run]] = in_turns(sides, pairs, f"{workload}, {count} rows")
-    for name in ("adaptive", "fixed"):
+    for name in [each for each in engines if each != "plain"]:
         text = f"{count} row{'s' if count > 1 else ''}, {name}"
         speeds = [[[Row(workload, text, run.speed, "tok/s")] for run in runs[each]] for each in (name, "plain")]
         table.add(speeds[0], speeds[1], "plain")

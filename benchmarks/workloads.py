@@ -222,21 +222,22 @@ def alternate(
 ) -> list[list[list[R]]]:
     """`run(child, block)` of every block, by child, repetition and block.
 
-    Children take turns block by block, in an order that is reversed each time; in a turn all others rest. The first
-    repetition warms up and is not kept; `hear` is told how long the others will take.
+    Children take turns block by block, in an order that is reversed each time; in a turn all others rest. A child rests
+    after its turn even if the next turn is its own, so that every turn begins alike. The first repetition warms up and
+    is not kept; `hear` is told how long the others will take.
     """
     results: list[list[list[R]]] = [[] for _ in children]
+    for child in children:
+        child.rest()
     for repetition in range(repetitions + 1):
         started = time.perf_counter()
         kept: list[list[R]] = [[] for _ in children]
         for block in blocks():
             order = list(enumerate(children))
             for index, child in reversed(order) if repetition % 2 else order:
-                for other in children:
-                    if other is not child:
-                        other.rest()
                 child.wake()
                 kept[index].append(run(child, block))
+                child.rest()
         if repetition == 0:
             seconds = (time.perf_counter() - started) * repetitions
             hear(f"{repetitions} repetitions, about {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""The proposer `history`: drafts what followed the sequence's last tokens in earlier answers to the same client.
+"""The proposer `history`: drafts what followed the sequence's last tokens in other answers to the same client.
 
 Agents ask for nearly the same text again and again, which is the observation of SuffixDecoding (Oliaro et al., 2024,
 https://arxiv.org/abs/2411.04975). In the place of its suffix tree stands a ring of the last tokens, with a table of
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from manta.specdecode.proposers import DraftRequest
-from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 from manta.workers.step import StepInput
 
 RUN = 4
@@ -24,6 +24,8 @@ LONGEST = 32
 """Tokens that are compared at most, to find the longest of several matches."""
 MAX_PLACES = 8
 """Most occurrences that a look-up compares, the latest first."""
+PIECE = 64
+"""Tokens of a running answer after which they are added, so that others that run beside it get them as drafts."""
 MOST_HISTORIES = 64
 """Histories that are kept. Beyond it the client with the most of them loses the one that it used longest ago."""
 _BREAK = -1
@@ -100,15 +102,17 @@ class AnswerHistory:
 
 
 class _Owner(NamedTuple):
-    """Whose history an answer belongs to. Answers to other keys' requests, or with another salt, have another scope."""
+    """Whose history an answer belongs to. Answers to other keys' requests, or with another salt, have another scope.
+    If clients share their answers, `client` is empty.
+    """
 
     client: str
     scope: bytes
 
 
 class HistoryProposer:
-    """Proposes from the answers that had ended when drafts are requested. `capacity` is that of each history, and
-    `sampling` has the tokens of all sequences.
+    """Proposes from the answers so far, those that still run included up to their last `PIECE` tokens. `capacity` is
+    that of each history, and `sampling` has the tokens of all sequences.
     """
 
     name = "history"
@@ -118,12 +122,16 @@ class HistoryProposer:
         self._capacity = 1 << (capacity - 1).bit_length()
         self._owners: dict[int, _Owner] = {}
         """Of the sequences that run."""
+        self._num_kept: dict[int, int] = {}
+        """Leading tokens, with those of the prompt, that are in a history, of running sequences that have such."""
         self._histories: collections.OrderedDict[_Owner, AnswerHistory] = collections.OrderedDict()
         """The one that was used longest ago comes first."""
 
     def begin(self, step: StepInput) -> None:
         for sequence_id in step.finished:
             self._keep(sequence_id)
+            self._owners.pop(sequence_id, None)
+            self._num_kept.pop(sequence_id, None)
         for start in step.started:
             self._owners[start.sequence_id] = _Owner(start.client, start.scope)
         for fork in step.forked:
@@ -131,6 +139,9 @@ class HistoryProposer:
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
         proposals = {}
+        for each in requests:
+            if each.state.num_tokens - self._first_unkept(each.sequence_id, each.state) >= PIECE:
+                self._keep(each.sequence_id)
         for each in requests:
             history = self._histories.get(self._owners[each.sequence_id])
             if history is not None:
@@ -141,22 +152,31 @@ class HistoryProposer:
 
     def reset(self) -> None:
         self._owners.clear()
+        self._num_kept.clear()
+
+    def _first_unkept(self, sequence_id: int, state: SequenceState) -> int:
+        """Returns the number of leading tokens that no history lacks, those of the prompt included."""
+        return self._num_kept.get(sequence_id, state.num_prompt_tokens)
 
     def _keep(self, sequence_id: int) -> None:
-        """Adds the answer of a sequence that ends, behind the last tokens of its prompt: a later prompt that ends so
+        """Adds what is new of a sequence's answer, behind the tokens before it: a later prompt that ends as this one
         gets its first tokens.
         """
-        owner = self._owners.pop(sequence_id, None)
+        owner = self._owners.get(sequence_id)
         state = self._sampling.sequences.get(sequence_id)
-        if owner is None or state is None or state.num_tokens - state.num_prompt_tokens < RUN:
+        if owner is None or state is None:
             return
+        first = self._first_unkept(sequence_id, state)
+        if state.num_tokens - first < (RUN if first == state.num_prompt_tokens else 1):
+            return
+        self._num_kept[sequence_id] = state.num_tokens
         history = self._histories.get(owner)
         if history is None:
             if len(self._histories) == MOST_HISTORIES:
                 self._remove_one()
             history = self._histories[owner] = AnswerHistory(self._capacity)
         self._histories.move_to_end(owner)
-        history.add(state.tokens[max(0, state.num_prompt_tokens - LONGEST) : state.num_tokens])
+        history.add(state.tokens[max(0, first - LONGEST) : state.num_tokens])
 
     def _remove_one(self) -> None:
         counts = collections.Counter(owner.client for owner in self._histories)

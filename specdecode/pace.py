@@ -11,8 +11,8 @@ import dataclasses
 import math
 
 GAIN_DEVIATION = 0.7
-"""Assumed standard deviation of the tokens that a sequence gains in a step. A trial's own steps would mislead: drafts
-are accepted in bursts, and between bursts all steps look alike.
+"""Assumed standard deviation of the tokens that a sequence with drafts gains in a step. A trial's own steps would
+mislead: drafts are accepted in bursts, and between bursts all steps look alike. A sequence without drafts gains one.
 """
 TIME_DEVIATION = 0.2
 """Assumed standard deviation of a step's time, relative to it."""
@@ -59,6 +59,8 @@ class _Comparison:
     """Steps of the trial, with remembered ones at reduced weight."""
     num_gains: float = 0.0
     """Sequences summed over the trial's steps."""
+    num_tries: float = 0.0
+    """Sequences that had drafts, summed likewise."""
     loss: float = 0.0
     """Time that the trial lost, measured in plain steps."""
     drafted_since_plain: int = 0
@@ -70,13 +72,14 @@ class _Comparison:
         self.num_plain += 1
         self.plain += (1 / min(duration, PAUSE) - self.plain) / min(self.num_plain, 4 * PLAIN_STEPS)
 
-    def learn_drafted(self, gained: float, duration: float, num_sequences: int) -> None:
+    def learn_drafted(self, gained: float, duration: float, num_sequences: int, num_with_drafts: int) -> None:
         self.loss += min(duration, LONG_PAUSE * gained) * self.plain - gained
         if self.has_rested:  # proposers catch up with missed tokens, which costs time in this step only
             self.has_rested = False
             return
         self.num_drafted += 1
         self.num_gains += num_sequences
+        self.num_tries += num_with_drafts
         self.drafted_since_plain += 1
         self.drafted += (gained / min(duration, PAUSE * gained) - self.drafted) / self.num_drafted
 
@@ -84,13 +87,15 @@ class _Comparison:
         self.loss = 0.0
         self.num_drafted *= REMEMBERED
         self.num_gains *= REMEMBERED
+        self.num_tries *= REMEMBERED
 
     def verdict(self) -> bool | None:
         """Returns whether drafting pays off; None while the trial goes on."""
         if self.num_drafted < LEAST_STEPS:
             return None
         bound = (1 - TOLERANCE) * self.plain
-        error = math.sqrt(GAIN_DEVIATION**2 / self.num_gains + TIME_DEVIATION**2 / self.num_drafted)
+        of_gain = GAIN_DEVIATION**2 * self.num_tries / self.num_gains**2
+        error = math.sqrt(of_gain + TIME_DEVIATION**2 / self.num_drafted)
         is_certain = abs(self.drafted - bound) > CERTAIN * error * self.plain
         if not is_certain and error >= LEAST_ERROR:
             return None
@@ -103,16 +108,25 @@ class Pace:
     def __init__(self) -> None:
         self._comparisons: dict[int, _Comparison] = {}
 
-    def learn(self, num_sequences: int, num_tokens: int, predicted: float, seconds: float, drafted: bool) -> None:
+    def learn(
+        self,
+        num_sequences: int,
+        num_tokens: int,
+        predicted: float,
+        seconds: float,
+        drafted: bool,
+        num_with_drafts: int,
+    ) -> None:
         """Counts a step that yielded `num_tokens` for `num_sequences` in `seconds`, including the time of its
         proposers.
 
         `predicted` is the time in seconds of a step with one token for each sequence. `drafted` says whether proposers
-        were asked, which takes time even if they propose nothing.
+        were asked, which takes time even if they propose nothing. `num_with_drafts` is the number of sequences that had
+        drafts.
         """
         comparison, duration = self._of(num_sequences), seconds / predicted
         if drafted:
-            comparison.learn_drafted(num_tokens / num_sequences, duration, num_sequences)
+            comparison.learn_drafted(num_tokens / num_sequences, duration, num_sequences, num_with_drafts)
         else:
             comparison.learn_plain(duration)
 

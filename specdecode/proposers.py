@@ -177,7 +177,8 @@ class ProposerChain:
         if self._looked:
             seconds += self._looking_seconds
             self._looking_seconds = 0.0
-        self._pace.learn(num_sequences, num_tokens, predicted, seconds, self._looked)
+        num_with_drafts = sum(1 for item in step.scheduled if item.draft_token_ids)
+        self._pace.learn(num_sequences, num_tokens, predicted, seconds, self._looked, num_with_drafts)
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
         """Adds drafts for the next step to a step's output."""

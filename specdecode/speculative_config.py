@@ -26,7 +26,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     proposers: tuple[ProposerName, ...] = ("prediction", "forced", "ngram")
     """Proposers in order: a sequence gets the drafts of the first one that has any. `prediction` proposes the text that
     the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `history`
-    proposes what followed the last four tokens in an earlier answer to the same client. `ngram` proposes what followed
+    proposes what followed the last four tokens in another answer to the same client. `ngram` proposes what followed
     an earlier occurrence of the last tokens in the text itself. `draft` proposes what `draft_model` draws.
     `mtp` proposes what the draft head in the model's checkpoint draws (multi-token prediction). Its KV cache takes
     additional memory, and so does the model's final hidden state of each cached token. `eagle3` proposes what the

@@ -66,7 +66,7 @@ class SequenceStart(msgspec.Struct, array_like=True):
     adapter: str = ""
     """The key of the adapter that computes this sequence (`AdapterKey.text`); empty for the model alone."""
     client: str = ""
-    """Name under which the request's client takes turns with others."""
+    """Name under which the request's client takes turns with others; empty if all clients share their answers."""
     scope: bytes = b""
     """What requests must have in common to learn from one another's tokens: the root of their blocks' hash chain."""
 

@@ -444,6 +444,7 @@ class Engine:
             cache_root=request.chain_root,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
+            shares_answers=request.shares_answers,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,

@@ -111,6 +111,10 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """
     cache_salt: str = ""
     """The client's `cache_salt`, which KV events name; it counts in `cache_root` already."""
+    shares_answers: bool = False
+    """Whether answers to other clients may become drafts for this request, and its answer drafts for theirs, if they
+    have the same `cache_root`.
+    """
 
     @property
     def chain_root(self) -> bytes:

@@ -55,6 +55,8 @@ class Sequence:
     """The blocks of each group of layers, all tables equally long, with `NO_BLOCK` where the group has given a block
     back or never reads it. Empty while the sequence waits.
     """
+    shares_answers: bool = False
+    """Whether its answer may become drafts of other clients' requests; see `EngineRequest.shares_answers`."""
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
     adapter: str = ""
@@ -314,7 +316,7 @@ class Sequence:
             self.eos_token_ids,
             not self.num_branches,
             self.adapter,
-            self.client,
+            "" if self.shares_answers else self.client,
             self.cache_root,
         )
 

@@ -80,6 +80,14 @@ def test_lines_stand_under_the_header() -> None:
         assert title.index(name) + len(name) == line.index(text) + len(text)
 
 
+def test_an_interval_knows_that_starts_differ() -> None:
+    """Ten equal pairs of each of three starts are three observations, and not thirty."""
+    ratios = [ratio for start in (0.97, 1.0, 1.03) for ratio in [start] * 10]
+    assert bootstrap_interval(ratios, num_starts=3) == (0.97, 1.03)
+    low, high = bootstrap_interval(ratios)
+    assert high - low < 0.04
+
+
 @pytest.mark.prove
 def test_the_interval_covers_the_median_in_95_percent() -> None:
     generator = random.Random(1)
@@ -204,6 +212,20 @@ def test_turns_alternate_while_the_others_rest() -> None:
     results = alternate(engines, 2, lambda: next(blocks), run, heard_nothing)  # type: ignore[type-var]
     assert "".join(diary) == "ABAB" + "BABA" + "ABAB"
     assert results == [[[(name, 3), (name, 4)], [(name, 5), (name, 6)]] for name in "AB"]
+
+
+def test_an_engine_rests_between_two_turns_of_its_own() -> None:
+    """Otherwise only every other turn would begin with waking it."""
+    engines = [FakeEngine("A"), FakeEngine("B")]
+    woken: list[str] = []
+    for engine in engines:
+        engine.wake = lambda engine=engine: woken.append(engine.name) or setattr(engine, "resting", False)  # type: ignore[method-assign,misc]
+
+    def run(engine: FakeEngine, block: int) -> None:
+        assert [each.resting for each in engines] == [each is not engine for each in engines]
+
+    alternate(engines, 2, lambda: [0], run, heard_nothing)  # type: ignore[type-var]
+    assert "".join(woken) == "AB" + "BA" + "AB"
 
 
 def test_a_step_counts_where_all_rows_take_part() -> None:

@@ -124,7 +124,7 @@ async def test_an_engine_of_another_version_sends_tokens() -> None:
     ends = Ends()
     ends.receiver._on_connected = lambda each: found.append((each.replica, each.node, each.stream_format))
     address = await ends.receiver.start()
-    for hello in (["older"], ["newer", "a node", "another format", "9.9", 17]):
+    for hello in (["older"], ["newer", "a node", "another format", "9.9", "a third", 17]):
         _, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(frame(msgspec.msgpack.encode([address.secret, *hello])))
         writer.write(frame(msgspec.msgpack.encode(Frame([SequenceOutput("a", 0, [1])]))))

@@ -22,15 +22,23 @@ from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOu
 from manta.cluster.errors import Unavailable
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES, Metrics
-from manta.cluster.serve.channel.token_channel import Address, EngineHello, Frame, RequestResult
+from manta.cluster.serve.channel.token_channel import (
+    Address,
+    Control,
+    EngineHello,
+    Frame,
+    RequestResult,
+    Run,
+    request_format,
+)
 from manta.cluster.serve.requests.engine_client import EngineClient
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.requests.takeover import TakeoverTimes
-from manta.cluster.serve.routing.replicas import Replicas, known_replicas
+from manta.cluster.serve.routing.replicas import ChosenReplica, Replicas, known_replicas
 from manta.cluster.serve.routing.request_router import UnaryReplica
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
-from manta.structured.frames import frame
+from manta.structured.frames import frame, receive_frame
 from manta.workers.sampling_params import SamplingParams
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
@@ -57,10 +65,30 @@ class Engine:
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
         self._world.call()
         await self.connect(address)
+        self._take(request)
+        return await asyncio.Future()  # it is cancelled with the call
+
+    async def hold(self, chosen: ChosenReplica, address: Address) -> None:
+        assert chosen.name == self.name
+
+    def _take(self, request: EngineRequest) -> None:
         self.asked.append(request)
         self._world.order.append(self)
         self._send(Frame([SequenceOutput(request.request_id, 0, [])]))
-        return await asyncio.Future()  # it is cancelled with the call
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Takes requests that come over the channel."""
+        decoder = msgspec.msgpack.Decoder(Control | Run)
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                message = decoder.decode(await receive_frame(reader, 2**20))
+                if isinstance(message, Run):
+                    try:
+                        self._world.call()
+                    except ActorDiedError:
+                        self.die()
+                        return
+                    self._take(message.request)
 
     async def resolve(self, spec: ConstraintSpec, client: str) -> tuple[ConstraintSpec, list[str]]:
         self._world.call()
@@ -70,8 +98,12 @@ class Engine:
         if self.is_cut_off:
             raise OSError("no route to host")
         if self._writer is None:
-            _, self._writer = await asyncio.open_connection(address.host, address.port)
-            self._send(EngineHello(address.secret, self.name))
+            reader, self._writer = await asyncio.open_connection(address.host, address.port)
+            hello = EngineHello(address.secret, self.name)
+            if self._world.uses_channel:
+                hello.request_format = request_format()
+                self._reading = asyncio.ensure_future(self._read(reader))
+            self._send(hello)
 
     def _send(self, message: object) -> None:
         assert self._writer is not None
@@ -113,6 +145,10 @@ class Handle:
         return Method(self._generate)
 
     @property
+    def hold(self) -> Method:
+        return Method(lambda chosen, address: self._world.engines[chosen.name].hold(chosen, address))
+
+    @property
     def resolve(self) -> Method:
         return Method(lambda *arguments: self._world.engines[self._world.known.pick("engine")].resolve(*arguments))
 
@@ -121,6 +157,7 @@ class Handle:
         return Broadcast([engine.connect(*arguments) for engine in asked])
 
     def _generate(self, request: EngineRequest, address: Address) -> Coroutine[Any, Any, RequestResult]:
+        self._world.num_serve_calls += 1
         replica, (placed,) = self._world.known.place([request], "engine", 0)
         return self._world.engines[replica].generate(placed, address)
 
@@ -149,10 +186,14 @@ class Broadcast:
 
 
 class World:
-    """Two engines, and one stream before them."""
+    """Two engines, and one stream before them. If it `uses_channel`, requests come over the channel."""
 
-    def __init__(self, application: str, times: TakeoverTimes) -> None:
+    def __init__(self, application: str, times: TakeoverTimes, uses_channel: bool = False) -> None:
+        self.uses_channel = uses_channel
+        self.num_serve_calls = 0
+        """Requests that came through Serve."""
         self.known: Replicas = known_replicas(application)
+        self.known.block_sizes["engine"] = 0
         self.engines = {name: Engine(name, self) for name in ("first", "second")}
         self.known.set_running("engine", self.engines)
         self.num_failures = 0
@@ -181,6 +222,8 @@ class World:
     async def submitted(self) -> AsyncIterator[Submission]:
         """A stream of two tokens."""
         beating = asyncio.ensure_future(self._beat())
+        if self.uses_channel:
+            await self.client.until_greeted()
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         asked = EngineRequest(request_id="stream-0123abcd", prompt_token_ids=[], params=params, deadline_s=PATIENCE_S)
         submission = await self.client.submit(GenerationRequest(prompts=[[5, 6]], engine=asked))
@@ -248,14 +291,17 @@ LOSSES: dict[str, tuple[Callable[[World, Engine], None] | None, TakeoverTimes]] 
 """Maps each recorded cause to how the engine is lost, and to the times of the ingress."""
 
 
+@pytest.mark.parametrize("uses_channel", [False, True])
 @pytest.mark.parametrize("cause", LOSSES)
 @async_test
-async def test_a_lost_engine_is_left_for_another_one(cause: str) -> None:
+async def test_a_lost_engine_is_left_for_another_one(cause: str, uses_channel: bool) -> None:
     lose, times = LOSSES[cause]
     with request_log() as lines:
-        world = World(f"takeover {cause}", times)
+        world = World(f"takeover {cause} {uses_channel}", times, uses_channel)
         world.num_failures = int(lose is None)
         assert await world.stream(lose) == [7, 8]
+    if uses_channel:  # Serve finds the other one, or the same one, if an engine is not connected
+        assert world.num_serve_calls == (cause in ("connection", "unreached"))
     assert world.num_takeovers() == dict.fromkeys(TAKEOVER_PHASES, 1)
     (continued,), (resumed,) = events(lines, "continued"), events(lines, "resumed")
     assert continued["cause"] == resumed["cause"] == cause

@@ -12,7 +12,7 @@ import pytest
 
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.request import EngineRequest
-from manta.specdecode.history import LONGEST, MOST_HISTORIES, RUN, AnswerHistory
+from manta.specdecode.history import LONGEST, MOST_HISTORIES, PIECE, RUN, AnswerHistory
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
@@ -95,6 +95,45 @@ def test_nobody_elses_answer_is_proposed(other: dict[str, Any]) -> None:
     assert counts["drafted"] == 2 * first, "as if it was the first"
     assert ask(engine, PROMPT, client="a", cache_root=b"a" * 16) == expected
     assert counts["accepted"] > NUM_TOKENS * 0.7
+
+
+@pytest.mark.parametrize("shares_answers", [False, True])
+def test_the_operator_may_let_clients_share_answers(shares_answers: bool) -> None:
+    engine = make_speculative("llama", HISTORY)
+    counts = watch(engine)
+    fields = {"cache_root": b"a" * 16, "shares_answers": shares_answers}
+    expected = ask(engine, PROMPT, client="a", **fields)
+    before = counts["accepted"]
+    assert ask(engine, PROMPT, client="b", **fields) == expected
+    assert (counts["accepted"] - before > NUM_TOKENS * 0.7) == shares_answers
+
+
+def test_answers_that_still_run_are_proposed() -> None:
+    """Up to their last `PIECE` tokens; no shorter answer has ended meanwhile."""
+    engine = make_speculative("llama", HISTORY)
+    length = 2 * PIECE + NUM_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    engine.add_request(EngineRequest(request_id="first", prompt_token_ids=PROMPT, params=params))
+    found: dict[str, list[int]] = {"first": [], "second": []}
+    while len(found["first"]) < PIECE + NUM_TOKENS:
+        for delta in engine.step():
+            found["first"] += delta.token_ids
+    counts = watch(engine)
+    short = msgspec.structs.replace(params, max_tokens=NUM_TOKENS)
+    engine.add_request(EngineRequest(request_id="second", prompt_token_ids=PROMPT, params=short))
+    accepted = 0
+    while len(found["second"]) < NUM_TOKENS:
+        for delta in engine.step():
+            found[delta.request_id] += delta.token_ids
+            if delta.request_id == "second" and delta.usage is not None:
+                accepted = delta.usage.num_accepted_drafts
+    assert len(found["first"]) < length, "it has not ended"
+    assert accepted > NUM_TOKENS * 0.6
+    assert counts["accepted"] >= accepted
+    for delta in drain(engine):
+        found[delta.request_id] += delta.token_ids
+    assert found["first"] == reference_greedy(checkpoint("llama"), PROMPT, length)
+    assert found["second"] == found["first"][:NUM_TOKENS]
 
 
 def test_a_client_of_many_salts_displaces_its_own() -> None:

@@ -108,6 +108,19 @@ def test_costs_are_learned_and_probes_are_rare() -> None:
     assert every == 50
 
 
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_a_proposer_that_finds_nothing_soon_rests(num_sequences: int) -> None:
+    """Its steps gain one token each for certain, so that their time alone decides."""
+    pace, noise, rest, num_asked = Pace(), np.random.default_rng(3), 0, 0
+    for _ in range(300):
+        drafted = not rest
+        num_asked += drafted
+        seconds = noise.normal(1.1 if drafted else 1.0, 0.02)
+        pace.learn(num_sequences, num_sequences, 1.0, seconds, drafted, 0)
+        rest = pace.steps_to_rest(num_sequences) if drafted else rest - 1
+    assert num_asked < 300 * 0.2
+
+
 def run_pace(pace: Pace, num_sequences: int, speeds: list[float], noise: np.random.Generator) -> tuple[float, float]:
     """Steps by what a pace says, where drafting is so many times as fast as not, one value a step.
 
@@ -120,7 +133,7 @@ def run_pace(pace: Pace, num_sequences: int, speeds: list[float], noise: np.rand
         # A step takes 1.3 of what is thought, and the drafts' part is in proportion to what they yield on average
         taken = 1.3 * (2.0 / speed if drafted else 1.0) * float(noise.uniform(0.9, 1.1))
         pause = 20.0 if noise.random() < 0.01 else 0.0  # another process had the machine
-        pace.learn(num_sequences, gained, 1.0, taken + pause, drafted)
+        pace.learn(num_sequences, gained, 1.0, taken + pause, drafted, num_sequences)
         tokens += gained
         seconds += taken
         num_drafted += drafted

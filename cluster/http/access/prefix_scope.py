@@ -48,8 +48,8 @@ class PrefixScope:
     """Makes the roots of hash chains. `is_shared` lets all owners reuse one another's prefixes."""
 
     def __init__(self, secret: bytes, is_shared: bool) -> None:
+        self.is_shared = is_shared
         self._secret = secret
-        self._is_shared = is_shared
 
     def root(self, owner: str, salt: str | None) -> bytes:
         """Returns the root for a request, `HASH_BYTES` bytes.
@@ -58,5 +58,5 @@ class PrefixScope:
         `salt`. The root is keyed with the secret, so that no client can compute a block's hash and search for
         collisions.
         """
-        scope = "" if self._is_shared else owner
+        scope = "" if self.is_shared else owner
         return hashlib.blake2b(f"{scope}\0{salt or ''}".encode(), digest_size=HASH_BYTES, key=self._secret).digest()

@@ -226,6 +226,7 @@ def _engines_request(
         cache_root=state.server.prefix_scope.root(exchange.caller.owner, request.cache_salt),
         adapter=exchange.adapter_key,
         cache_salt=request.cache_salt or "",
+        shares_answers=state.server.prefix_scope.is_shared,
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids)

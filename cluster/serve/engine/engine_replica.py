@@ -1,8 +1,8 @@
 """One model replica: asyncio methods answer remote calls, and a thread of its own runs the engine's steps.
 
 Everything here runs on the event loop (`step_thread.py` has the thread). After each step, every ingress with new output
-gets one frame over the token channel. A `generate` call stays open until the last choice of its request ends, so that
-Serve's request counts, routing, draining and cancellation are right.
+gets one frame over the token channel. Requests come over that channel too, once an ingress is connected. A `hold` call
+stays open while they run, so that Serve does not end the replica under them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
     Address,
+    Control,
     EngineFailed,
     OutputSender,
     RequestResult,
 )
+from manta.cluster.serve.engine.channel_requests import ChannelRequests
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.engine.step_thread import Inbox, News, Running, StepThread
 from manta.cluster.serve.recorded.keeper import Keeper
-from manta.cluster.serve.routing.replicas import has_siblings, own_application, own_name, own_node
+from manta.cluster.serve.routing.replicas import ChosenReplica, has_siblings, own_application, own_name, own_node
 from manta.cluster.serve.routing.reports import CacheReporter
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.structured.constraint import ConstraintSpec, Resolved
@@ -119,12 +121,14 @@ class EngineReplica:
         self._sender = OutputSender(
             own_name(),
             own_node(),
-            self._thread.finish,
+            self._on_control,
             self._on_lost_ingress,
             self._reporter.take,
             is_away=lambda: self.engine.is_away,
             on_keep=lambda address, message: self._keeper.receive(address, message),
+            on_request=lambda address, request: self._from_channel.begin(request, address),
         )
+        self._from_channel = ChannelRequests(self._run, self._sender.send)
         self._keeper = Keeper(self._sender.send_kept)
         self._adapters: ReplicaAdapters | None = None
         """The adapters that operators load; None if they load none."""
@@ -199,6 +203,16 @@ class EngineReplica:
             return await self._results_of(call)
         finally:
             self._calls.discard(call)
+
+    async def hold(self, chosen: ChosenReplica, address: Address) -> None:
+        """Returns once no request that came over the channel of an ingress runs here any more. Serve does not end a
+        replica that answers a call, before its grace period is over.
+        """
+        await self._from_channel.until_none(address)
+
+    def _on_control(self, control: Control) -> None:
+        if control.index is not None or not self._from_channel.cancel(control.request_id):
+            self._thread.finish(control)
 
     async def _beat(self) -> None:
         """Sends heartbeats while a call is open, and until the ingresses know that the engine completes steps again."""

@@ -33,12 +33,13 @@ from manta.cluster.serve.channel.token_channel import (
     OutputReceiver,
     RequestResult,
 )
+from manta.cluster.serve.requests.channel_calls import ChannelCalls
 from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, lost_again_and_again, pool
 from manta.cluster.serve.requests.prompt_run import Call, PromptRun
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.requests.takeover import USUAL_TIMES, TakeoverTimes
 from manta.cluster.serve.routing import replicas
-from manta.cluster.serve.routing.replicas import Replicas
+from manta.cluster.serve.routing.replicas import ChosenReplica, Replicas
 from manta.cluster.serve.routing.reports import Report
 from manta.cluster.serve.scaling.waking import Waker
 from manta.cluster.serve.starting.start_failure import in_words
@@ -129,9 +130,14 @@ class EngineQuestions:
     @property
     def serving(self) -> Any:
         """The handle of the deployment that serves now."""
+        return self._handles[self.serving_name]
+
+    @property
+    def serving_name(self) -> str:
+        """Name of that deployment."""
         known = self._replicas
         needs_standby = ENGINE in known.running and not known.is_any_good(ENGINE) and known.is_any_good(STANDBY)
-        return self._handles[STANDBY if needs_standby else ENGINE]
+        return STANDBY if needs_standby else ENGINE
 
     @property
     def num_held(self) -> int:
@@ -352,8 +358,15 @@ class EngineClient(EngineQuestions):
         """Asks engines that were greeted how long their starts took."""
         self._greeted: dict[str, frozenset[str]] = {}
         """Replicas that were told of this ingress, by deployment."""
+        self.over_channel = ChannelCalls(self._replicas, self._hold)
         self._receiver = OutputReceiver(
-            host, self._on_outputs, self._on_lost, self._on_report, self._on_kept, self._on_connected
+            host,
+            self._on_outputs,
+            self._on_lost,
+            self._on_report,
+            self._on_kept,
+            self._on_connected,
+            self.over_channel.returned,
         )
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -434,7 +447,8 @@ class EngineClient(EngineQuestions):
         return asyncio.get_running_loop().create_task(run.call(request, pause_s), context=contextvars.Context())
 
     async def generate(self, request: EngineRequest) -> RequestResult:
-        """Runs a request by one Serve call that stays open until it ends. Serve asks `EngineRouter` for the replica.
+        """Runs a request by one call that stays open until it ends: over the channel, or through Serve, which asks
+        `EngineRouter` for the replica.
 
         Raises `Unavailable` if no engine is available in time.
         """
@@ -454,7 +468,11 @@ class EngineClient(EngineQuestions):
         # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second
         async with self._call_locks.setdefault(request.client, asyncio.Lock()):
             await asyncio.sleep(0)
-        return await answer_of(self.serving.generate.remote(request, address))
+        result = await self.over_channel.generate(request, self.serving_name)
+        return await answer_of(self.serving.generate.remote(request, address)) if result is None else result
+
+    async def _hold(self, chosen: ChosenReplica) -> None:
+        await answer_of(self.serving.hold.remote(chosen, await self._receiver.start()))
 
     def cancel_later(self, call: Any) -> None:
         self._ending.add(call)
@@ -490,7 +508,7 @@ class EngineClient(EngineQuestions):
             run = self.runs.get(output.request_id)
             if run is not None:
                 run.receive(output, connection)
-            elif output.finish is None:  # it was given up before an engine had it, in a call of several
+            elif output.finish is None:  # it was given up before an engine had it
                 connection.send(Control(output.request_id))
         if has_gone_away:
             self._watch.move()
@@ -504,6 +522,7 @@ class EngineClient(EngineQuestions):
 
     def _on_connected(self, connection: Connection) -> None:
         self._replicas.connected(connection.replica)
+        self.over_channel.connected(connection)
         if self.keepers is not None:
             self.keepers.connected(connection)
 
@@ -516,6 +535,7 @@ class EngineClient(EngineQuestions):
         for run in list(self.runs.values()):
             if run.connection is connection:
                 run.lose("connection")
+        self.over_channel.lost(connection)
 
 
 def _gone() -> Unavailable:

@@ -268,6 +268,8 @@ class PromptRun:
 
     def has_returned(self, result: RequestResult | Exception) -> None:
         """Handles the end of a call before all frames arrived: the engine refused the request, or something failed."""
+        if self.has_all_frames.is_set():  # its connection broke before the result came, which nobody needs
+            return
         if isinstance(result, Exception):
             self._on_error(result)
         elif result.refusal is not None and result.refusal.kind == "queue_full" and self._num_attempts:

@@ -39,6 +39,12 @@ Hearing it again ends this. Serve replaces a dead replica within that time.
 """
 
 
+class ChosenReplica(msgspec.Struct, frozen=True):
+    """The first argument of a call that goes to the replica of this name."""
+
+    name: str
+
+
 class Replicas:
     """The replicas of all engine deployments. A replica is named after its actor."""
 
@@ -47,6 +53,8 @@ class Replicas:
         """Replicas that Serve runs and has not told to end, by deployment; only deployments that Serve has reported."""
         self.nodes: dict[str, frozenset[str]] = {}
         """Ray node ids of the replicas, by deployment."""
+        self.block_sizes: dict[str, int] = {}
+        """Block sizes of the prefix caches, by deployment; 0 without prefix caching or with only one replica."""
         self.routed: dict[str, str] = {}
         """Replica to which each request was sent, until the replica has taken it."""
         self.placement = Placement()

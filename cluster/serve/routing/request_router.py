@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from manta.cluster.engine.pooling_request import PoolingRequest
 from manta.cluster.engine.request import EngineRequest
-from manta.cluster.serve.routing.replicas import known_replicas
+from manta.cluster.serve.routing.replicas import ChosenReplica, known_replicas
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -56,6 +56,7 @@ class EngineRouter(RequestRouter):
         self._deployment = deployment
         self._block_size = block_size
         self._known = known_replicas(self._deployment_id.app_name)
+        self._known.block_sizes[deployment] = block_size
         self._listed: list[RunningReplica] = []
         self._by_name: dict[str, RunningReplica] = {}
 
@@ -99,6 +100,8 @@ class EngineRouter(RequestRouter):
         if pending is None or pending.future.done() or not pending.args:  # the caller no longer waits, or asks anybody
             return self._known.pick(self._deployment)
         asked, *others = pending.args
+        if isinstance(asked, ChosenReplica):
+            return asked.name
         if isinstance(asked, EngineRequest):
             replica, (placed,) = self._known.place([asked], self._deployment, self._block_size)
             pending.args = [placed, *others]
