@@ -17,6 +17,7 @@ import ray
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import LoadedAdapter
+from manta.cluster.engine.executors.deadline import STEP_HANGS
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import Overdue, QueueFull, RequestRefused, refuse
@@ -350,7 +351,7 @@ class EngineReplica:
         if self._thread.failure is not None:
             raise RuntimeError(self._thread.failure)
         if self.engine.is_hung:
-            raise RuntimeError("a step of the engine hangs: it takes far longer than those before it")
+            raise RuntimeError(STEP_HANGS)
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             say("{}", start_line(self._phases.seconds), flush=True)
