@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, EngineHello, OutputReceiver
 from manta.cluster.serve.engine import burst, engine_replica, step_thread
 from manta.cluster.serve.engine.engine_deployment import DeployedEngine
@@ -149,6 +149,34 @@ def test_tokens_use_the_channel_results_the_call(new_replica: Replicas) -> None:
             assert result.finish is FinishStatus.FINISHED_LENGTH
             assert result.usage is not None
             assert result.usage.num_output_tokens == 24
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_tells_what_a_continued_request_waited_for(new_replica: Replicas) -> None:
+    """Its first tokens say so. Other outputs say nothing."""
+    choice = ContinuedChoice(0, reference_greedy(checkpoint("llama"), PROMPT, 4), Usage(len(PROMPT), 4, 0))
+    moved = msgspec.structs.replace(request("moved", 8), continued=[choice])
+
+    async def scenario() -> None:
+        replica, ingress = new_replica(max_num_sequences=1), Ingress()
+        address = await ingress.receiver.start()
+        running = asyncio.ensure_future(replica.generate(request("new"), address))
+        await ingress.first()
+        began = time.monotonic()
+        await replica.generate(moved, address)
+        seconds = time.monotonic() - began
+        await running
+        await until(lambda: sum(output.finish is not None for output in ingress.outputs) == 2)
+        first, *others = sorted(ingress.outputs, key=lambda output: output.waits is None)
+        assert first.request_id == "moved"
+        assert [output.waits for output in others] == [None] * len(others)
+        assert first.waits is not None
+        waited = msgspec.structs.astuple(first.waits)
+        assert min(waited) >= 0
+        assert sum(waited) <= seconds
+        assert first.waits.queue_s == max(waited), "it waited for the only place"
+        assert not replica._thread._waits._times
 
     asyncio.run(scenario())
 

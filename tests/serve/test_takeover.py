@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -18,14 +19,14 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage, Waits
 from manta.cluster.errors import Unavailable
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES, Metrics
 from manta.cluster.serve.channel.token_channel import Address, EngineHello, Frame, RequestResult
 from manta.cluster.serve.requests.engine_client import EngineClient
 from manta.cluster.serve.requests.submission import Submission
-from manta.cluster.serve.requests.takeover import TakeoverTimes
+from manta.cluster.serve.requests.takeover import Takeover, TakeoverTimes
 from manta.cluster.serve.routing.replicas import Replicas, known_replicas
 from manta.cluster.serve.routing.request_router import UnaryReplica
 from manta.cluster.text.tokenizer import Tokenizer
@@ -77,10 +78,11 @@ class Engine:
         assert self._writer is not None
         self._writer.write(frame(msgspec.msgpack.encode(message)))
 
-    def draw(self, token_id: int, finish: FinishStatus | None = None) -> None:
+    def draw(self, token_id: int, finish: FinishStatus | None = None, waits: Waits | None = None) -> None:
         """Sends a token of the last request."""
         usage = None if finish is None else Usage(2, 2, 0)
-        self._send(Frame([SequenceOutput(self.asked[-1].request_id, 0, [token_id], finish=finish, usage=usage)]))
+        name = self.asked[-1].request_id
+        self._send(Frame([SequenceOutput(name, 0, [token_id], finish=finish, usage=usage, waits=waits)]))
 
     def beat(self) -> None:
         if self._writer is not None and not self.is_silent:
@@ -261,6 +263,22 @@ async def test_a_lost_engine_is_left_for_another_one(cause: str) -> None:
     assert continued["cause"] == resumed["cause"] == cause
     assert (resumed["request_id"], resumed["calls"]) == ("stream", 1)
     assert all(resumed[f"{phase}_s"] >= 0 for phase in TAKEOVER_PHASES)
+
+
+@pytest.mark.parametrize("waits", [None, Waits(0.0625, 0.125, 0.03125)])
+def test_the_phases_of_a_pause_add_up_to_it(waits: Waits | None) -> None:
+    """What an engine tells of its own part, by its own clock, fills no more than that part."""
+    now = time.monotonic()
+    takeover = Takeover("connection", heard=now - 4.0, noticed=now - 3.0, taken=now - 1.0)
+    seconds = takeover.seconds(waits)
+    assert tuple(seconds) == TAKEOVER_PHASES
+    assert sum(seconds.values()) == pytest.approx(time.monotonic() - takeover.heard, abs=0.5)
+    assert (seconds["notice"], seconds["place"]) == pytest.approx((1.0, 2.0))
+    told = (0.0, 0.0) if waits is None else (waits.prepare_s, waits.queue_s)
+    assert (seconds["prepare"], seconds["queue"]) == told
+    assert seconds["compute" if waits is None else "deliver"] > 0.7
+    takeover.taken = time.monotonic()
+    assert sum(takeover.seconds(waits).values()) < 4.5, "the engine had begun before the ingress heard of it"
 
 
 @async_test
