@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import math
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -57,6 +59,18 @@ ANSWER_TIMEOUT_S = 3.0
 """Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
 ADAPTER_TIMEOUT_S = 300.0
 """Longest time, in seconds, that engines get to read an adapter from a slow disk."""
+HAND_OVER_S = 5.0
+"""Seconds in which the streams of an engine that was told to end leave it, a few at a time. It goes on computing them
+meanwhile; Serve gives it 20 s.
+"""
+LEAST_MOVING = 4
+"""Streams that may be on their way from such an engine at a time. If all left at once, the last one would wait until
+the prompts of all others are computed again.
+"""
+STRANGER_S = 2.0
+"""Seconds that these streams wait for an engine that has just started to connect, so that they need not all go to those
+that have streams already.
+"""
 REMOVAL_POLL_S = 0.5
 """Seconds between two queries whether Serve has removed the application, while requests wait and no engine runs."""
 
@@ -247,12 +261,25 @@ class RunWatch:
     """
 
     def __init__(
-        self, runs: Mapping[str, PromptRun], engines: EngineQuestions, known_replicas: Replicas, look_s: float
+        self,
+        runs: Mapping[str, PromptRun],
+        engines: EngineQuestions,
+        known_replicas: Replicas,
+        look_s: float,
+        greet: Callable[[], None],
     ) -> None:
+        """`greet` has engines connect that are new. It is called at each look."""
         self._runs = runs
         self._engines = engines
         self._replicas = known_replicas
         self._look_s = look_s
+        self._greet = greet
+        self._handing_over = False
+        """Whether streams are leaving engines that were told to end."""
+        self._num_each_look = 0
+        """Streams that leave at each look however many are on their way, so that all have left in time."""
+        self._may_leave = 0.0
+        """Time on `time.monotonic`'s clock from which they leave although an engine has not connected."""
         self.watching: asyncio.Task[None] | None = None
         """Ends when nothing runs any more; None while nothing is watched."""
 
@@ -264,6 +291,7 @@ class RunWatch:
     async def _watch(self) -> None:
         while self._runs:
             await asyncio.sleep(self._look_s)
+            self._greet()
             self._replicas.beat({replica for _, replica in self._placed()})
             await self._kill(filter(self._replicas.is_hung, self.move()))
             if self._engines.is_asleep():
@@ -275,21 +303,43 @@ class RunWatch:
         return [(run, replica) for run in self._runs.values() if (replica := run.replica) is not None]
 
     def move(self) -> set[str]:
-        """Makes the requests of replicas that are silent, away or ending continue on another one, if one is available.
-        Otherwise returns these replicas.
+        """Makes the requests of replicas that are silent or away continue on another one, if one is available, and some
+        of those of replicas that are ending. Otherwise returns these replicas.
         """
         placed = self._placed()
         bad = {replica for _, replica in placed if not self._replicas.is_good(replica)}
+        self._handing_over = self._handing_over and bool(bad)
         if not bad or not self._engines.is_any_good():
             return bad
+        leaving: list[PromptRun] = []
         for run, replica in placed:
             if replica not in bad:
                 continue
             if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
                 run.lose("away")
+            elif self._replicas.is_running(replica):
+                run.go_on("silent")
+            elif run.connection is None or self._replicas.is_avoided(replica):
+                run.go_on("ending")
             else:
-                run.go_on("silent" if self._replicas.is_running(replica) else "ending")
+                leaving.append(run)
+        self._hand_over(leaving)
         return set()
+
+    def _hand_over(self, leaving: list[PromptRun]) -> None:
+        """Makes some of the requests of replicas that are ending, and that compute them meanwhile, continue on others.
+        The next look takes the next ones.
+        """
+        now = time.monotonic()
+        if not self._handing_over:
+            self._num_each_look, self._may_leave = 0, now + STRANGER_S
+        self._handing_over = bool(leaving)
+        self._num_each_look = max(self._num_each_look, math.ceil(len(leaving) * self._look_s / HAND_OVER_S))
+        if now < self._may_leave and self._replicas.has_strangers():
+            return
+        num_moving = sum(run.is_moving for run in self._runs.values())
+        for run in leaving[: max(self._num_each_look, LEAST_MOVING - num_moving)]:
+            run.go_on("ending")
 
     async def _refuse_if_gone(self) -> None:
         """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
@@ -358,7 +408,7 @@ class EngineClient(EngineQuestions):
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of clients whose calls are being started."""
-        self._watch = RunWatch(self.runs, self, self._replicas, times.look_s)
+        self._watch = RunWatch(self.runs, self, self._replicas, times.look_s, self._greet_new)
 
     async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
         return Submission(self, request, meter)
@@ -378,10 +428,9 @@ class EngineClient(EngineQuestions):
     async def check_reachable(self) -> None:
         if self.loaded_adapters is not None:
             await self.loaded_adapters.follow()
-        address = await self._listen()
-        needs_greeting = self._greeted != self._replicas.running or self.num_unconnected > 0
-        if self._greeting is None or (self._greeting.done() and needs_greeting):
-            self._greeting = asyncio.ensure_future(self._greet(address))
+        await self._listen()
+        needs_greeting = self._greeting is None or self.num_unconnected > 0
+        self._greet_new(needs_greeting)
 
     async def until_greeted(self) -> None:
         """Waits until every replica that answers has connected."""
@@ -398,10 +447,20 @@ class EngineClient(EngineQuestions):
         await self._waker.close()
         await self._receiver.close()
 
-    async def _greet(self, address: Address) -> None:
+    def _greet_new(self, needs_greeting: bool = False) -> None:
+        """Greets the replicas if there are new ones or with `needs_greeting`, unless a greeting is under way."""
+        is_free = self._greeting is None or self._greeting.done()
+        if is_free and (needs_greeting or self._greeted != self._replicas.running):
+            self._greeting = asyncio.ensure_future(self._greet())
+
+    async def _greet(self) -> None:
         """Makes every replica connect, so that it reports its cache. Serve names a deployment's replicas only after a
         call to the deployment.
         """
+        try:
+            address = await self._listen()
+        except Unavailable:
+            return  # the next request meets it again
         greeted = dict(self._replicas.running)
         for name, handle in self._handles.items():
             try:

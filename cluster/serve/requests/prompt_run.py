@@ -227,6 +227,11 @@ class PromptRun:
             return self.connection.replica
         return self._client.replica_sent_to(self.request_id)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether it has left an engine, and no other one has sent output since."""
+        return self._takeover is not None
+
     def start(self) -> None:
         self._send(self._request)
 
