@@ -18,6 +18,7 @@ import ray
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import LoadedAdapter
 from manta.cluster.engine.executors.deadline import STEP_HANGS
+from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import Overdue, QueueFull, RequestRefused, refuse
@@ -33,10 +34,11 @@ from manta.cluster.serve.channel.token_channel import (
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.engine.step_thread import Inbox, News, Running, StepThread
 from manta.cluster.serve.recorded.keeper import Keeper
-from manta.cluster.serve.routing.replicas import has_siblings, own_application, own_name, own_node
+from manta.cluster.serve.routing.replicas import own_application, own_name, own_node
 from manta.cluster.serve.routing.reports import CacheReporter
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.low_priority import call_aside
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.structured.visible_text import say
@@ -98,9 +100,11 @@ class EngineReplica:
 
     def _start(self, config: EngineConfig, is_alone: bool, seconds_before: float, is_awaited: bool) -> None:
         self._phases = Phases(process=seconds_before)
-        from manta.cluster.engine.engine import (
-            Engine,  # a process that only deploys this class needs none of these imports
-        )
+        if has_siblings():  # which need the cores for the streams that they have, and for those that a dead one had
+            call_aside(lambda: _import_engine(config))
+        else:
+            _import_engine(config)
+        from manta.cluster.engine.engine import Engine
 
         self._phases.end(IMPORTS)
         inbox: Inbox = queue.SimpleQueue()
@@ -393,6 +397,14 @@ class EngineReplica:
             call, _ = running.key
             if not call.ended.done():
                 call.ended.set_exception(EngineFailed(self._thread.failure))
+
+
+def _import_engine(config: EngineConfig) -> None:
+    """Imports what an engine needs, which takes seconds. A process that only deploys this class needs none of it."""
+    import manta.cluster.engine.engine
+
+    if config.num_ranks == 1:  # else the model runs in other processes
+        import manta.cluster.engine.executors.worker_factory  # noqa: F401
 
 
 def start_line(seconds: dict[str, float]) -> str:

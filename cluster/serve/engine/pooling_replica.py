@@ -17,11 +17,12 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.executors.deadline import STEP_HANGS
 from manta.cluster.engine.pooling_queue import PoolingJob
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
+from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import QueueFull, RequestRefused
 from manta.cluster.serve.channel.token_channel import BEAT_S
 from manta.cluster.serve.engine.meter import LoadMeter
-from manta.cluster.serve.routing.replicas import has_siblings, own_name
+from manta.cluster.serve.routing.replicas import own_name
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo

@@ -41,6 +41,8 @@ logger = logger_of(__name__)
 
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
+LATE_S = 0.5
+"""Seconds after which an acknowledgement of a keeper is late, so that the request log tells of it."""
 GROWTH = 2
 """Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
 
@@ -56,6 +58,8 @@ class _Own:
         self.opening = opening
         self.num_sent = 0
         """Entries that the present keeper was sent."""
+        self.unsafe_since: float | None = None
+        """Time of the oldest entry that the keeper has not acknowledged, on `time.monotonic`'s clock; None without."""
         self.has_one_copy = False
         """Whether the present keeper has all of it, and the others were told to drop their copies."""
         self.recorder: Recorder | None = None
@@ -235,6 +239,7 @@ class RecordedStreams:
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
         own.room.add(own.recording.num_bytes - own.room.amount)
+        own.unsafe_since = own.unsafe_since or time.monotonic()
         if not self._unwritten:
             asyncio.get_running_loop().call_soon(self._write)
         self._unwritten[own.recording.opening.stream_id] = own
@@ -282,6 +287,7 @@ class RecordedStreams:
                 self._give_up(own)
             elif own is not None:
                 own.recording.make_safe(num_entries)
+                self._note_safe(own, num_entries)
                 if not own.has_one_copy:
                     own.has_one_copy = True
                     self.copies.drop_elsewhere(stream_id, own.epoch)
@@ -291,6 +297,14 @@ class RecordedStreams:
         for stream_id, own in self._own.items():
             if own.epoch and own.has_one_copy:
                 self.copies.drop(stream_id, own.epoch, connection)
+
+    def _note_safe(self, own: _Own, num_entries: int) -> None:
+        """Writes an event if readers had to wait for the keeper."""
+        now = time.monotonic()
+        waited_s = 0.0 if own.unsafe_since is None else now - own.unsafe_since
+        if waited_s > LATE_S:
+            log_event("kept", own.recording.opening.stream_id, seconds=round(waited_s, 4))
+        own.unsafe_since = now if num_entries < len(own.recording.entries) else None
 
     def on_lost(self, connection: Connection) -> None:
         self._following.lost(connection)

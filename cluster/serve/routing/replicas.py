@@ -15,18 +15,16 @@ from collections.abc import Iterable
 
 import msgspec
 import ray
-import ray.util
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.pooling_request import PoolingRequest
+from manta.cluster.engine.ranks.siblings import SERVE_NAMESPACE
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.serve.routing.placement import Placement, Prompt
 from manta.cluster.serve.routing.prefix_index import block_keys
 
-SERVE_NAMESPACE = "serve"
-"""Ray namespace of Serve's actors."""
 SILENT_BEATS = 4
 """Missed heartbeats (0.6 s) after which requests continue on another replica. A step holds up an engine's event loop
 for a few ms. A delay of the ingress's own does not count, because it counts beats and not time.
@@ -240,14 +238,6 @@ def own_name() -> str:
         return serve.get_replica_context().replica_id.to_full_id_str()
     except RayServeException:
         return ""
-
-
-def has_siblings() -> bool:
-    """Returns whether the replica in this process has others of its deployment beside it; False outside Serve."""
-    deployment, separator, _ = own_name().rpartition("#")
-    actors = ray.util.list_named_actors(all_namespaces=True) if separator else []
-    named = {each["name"] for each in actors if each["namespace"] == SERVE_NAMESPACE}
-    return any(name.startswith(f"{deployment}#") and name != own_name() for name in named)
 
 
 def own_application() -> str:
