@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import msgspec
 import pytest
 
 from manta.cluster.engine.request import EngineRequest
@@ -119,6 +120,17 @@ def test_streams_leave_an_ending_engine_that_is_silent_at_once() -> None:
     hall.known.set_running("engine", ["new"])
     hall.known.avoid("old")
     assert hall.look() == 100
+
+
+def test_an_engine_that_was_told_to_end_gets_no_request_while_it_computes_others() -> None:
+    known = Replicas()
+    known.set_running("engine", ["old", "new"])
+    known.connected("old")
+    known.set_running("engine", ["new"])
+    asked = EngineRequest(request_id="a", prompt_token_ids=[5, 6], params=SamplingParams())
+    for continued in (None, []):
+        placed = {known.place([msgspec.structs.replace(asked, continued=continued)], "engine", 16)[0] for _ in range(9)}
+        assert placed == {"new"}
 
 
 def test_an_engine_that_was_silent_for_a_moment_is_given_more_time(now: list[float]) -> None:

@@ -57,6 +57,10 @@ class Engine:
 
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
         self._world.call()
+        if self._world.num_frozen:
+            self._world.num_frozen -= 1
+            self.is_silent = True
+            return await asyncio.Future()
         await self.connect(address)
         self.asked.append(request)
         self._world.order.append(self)
@@ -159,6 +163,8 @@ class World:
         self.known.set_running("engine", self.engines)
         self.num_failures = 0
         """Calls that are still to reach no engine."""
+        self.num_frozen = 0
+        """Requests whose engine is still to freeze before it acknowledges them."""
         self.num_calls = 0
         self.order: list[Engine] = []
         """The engine of each request that reached one."""
@@ -263,6 +269,16 @@ async def test_a_lost_engine_is_left_for_another_one(cause: str) -> None:
     assert continued["cause"] == resumed["cause"] == cause
     assert (resumed["request_id"], resumed["calls"]) == ("stream", 1)
     assert all(resumed[f"{phase}_s"] >= 0 for phase in TAKEOVER_PHASES)
+
+
+@async_test
+async def test_a_request_leaves_an_engine_that_freezes_before_it_acknowledges() -> None:
+    """The engine's process lives and its connections are open."""
+    with request_log() as lines:
+        world = World("takeover frozen", LOOKING)
+        world.num_frozen = 1
+        assert await world.stream(None) == [7, 8]
+    assert [each["cause"] for each in events(lines, "continued")] == ["silent"]
 
 
 @pytest.mark.parametrize("waits", [None, Waits(0.0625, 0.125, 0.03125)])
