@@ -266,6 +266,10 @@ class GrammarPool:
         )
         session.num_held = len(session.tokens)
 
+    def has_started(self) -> bool:
+        """Returns whether a worker has started, so that masks are filled. Sessions that come earlier wait for that."""
+        return any(worker.transport.is_ready() for worker in self.workers.active)
+
     def _load(self, worker: PoolWorker) -> tuple[bool, bool, int]:
         """Sort key: started workers first, late ones after the others, then by number of sessions."""
         return not worker.transport.is_ready(), self._is_late(worker), len(worker.sessions)

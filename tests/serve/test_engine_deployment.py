@@ -22,6 +22,7 @@ from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.routing import replicas as routing_replicas
 from manta.cluster.serve.routing.request_router import EngineRouter
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.grammar_pool.transport import ThreadTransport
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.patience import PATIENCE_S, until
@@ -106,6 +107,25 @@ def test_an_engine_beside_others_is_ready_when_it_compiles(
     """Streams with constraints may move there at once. An engine that is alone serves others as early as it can."""
     monkeypatch.setattr(engine_replica, "has_siblings", lambda: others_serve)
     assert new_replica().engine.stats().num_constraints_compiled == int(others_serve)
+
+
+def test_an_engine_beside_others_is_ready_when_it_fills_masks(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
+    """Grammar workers in other processes take seconds to start. If none does, the engine serves without them."""
+    monkeypatch.setattr(engine_replica, "has_siblings", lambda: True)
+    looks = list[bool]()
+
+    def starts_late(_: object) -> bool:
+        looks.append(True)
+        return len(looks) > 20
+
+    monkeypatch.setattr(ThreadTransport, "is_ready", starts_late)
+    new_replica()
+    assert len(looks) > 20
+    monkeypatch.setattr(ThreadTransport, "is_ready", lambda _: False)
+    monkeypatch.setattr(engine_replica, "CONSTRAINTS_START_S", 0.5)
+    new_replica()
 
 
 def test_held_results_are_sent_before_shutdown(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:

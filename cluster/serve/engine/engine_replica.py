@@ -66,8 +66,12 @@ The phase `process` (Python and Ray's worker) precedes them.
 
 FIRST_CONSTRAINT = ConstraintSpec(kind="regex", text="a")
 """A constraint that is compiled at once, when the compiler has started."""
-COMPILER_START_S = 30.0
-"""Seconds that the compiler of constraints may take to start before the engine serves without it."""
+CONSTRAINTS_START_S = 30.0
+"""Seconds that the compiler of constraints and the grammar workers may take to start before the engine serves without
+them.
+"""
+START_POLL_S = 0.02
+"""Seconds between two looks whether a grammar worker has started."""
 ROOM_POLL_S = 0.05
 """Seconds between two attempts to hold an adapter while those of running requests leave no room for it."""
 
@@ -152,18 +156,24 @@ class EngineReplica:
         self._phases.end(WARM_UP)
 
     def _warm_up(self, others_serve: bool) -> None:
-        """Starts the compiler of constraints. If `others_serve`, waits until it compiles, because this engine may get
-        the streams of one that ends, and nobody waits for this one.
+        """Starts the compiler of constraints and the grammar workers. If `others_serve`, waits until constraints are
+        compiled and masks filled, because this engine may get the streams of one that ends, and nobody waits for this
+        one.
         """
         self._is_warm = True
+        constraints, deadline = self.engine.constraints, time.monotonic() + CONSTRAINTS_START_S
         try:
             self.engine.warm_up()
             if others_serve:
-                self.engine.constraints.resolve(FIRST_CONSTRAINT, "").result(COMPILER_START_S)
+                constraints.resolve(FIRST_CONSTRAINT, "").result(CONSTRAINTS_START_S)
+                while not self._thread.call(constraints.can_fill).result():
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    time.sleep(START_POLL_S)
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
         except TimeoutError:
-            logger.warning("the compiler of constraints has not started within %.0f s", COMPILER_START_S)
+            logger.warning("what constraints need has not started within %.0f s", CONSTRAINTS_START_S)
 
     def close(self) -> None:
         """Ends the step thread, even while requests run, and the grammar service's processes. Serve ends the process
