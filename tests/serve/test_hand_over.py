@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from manta.cluster.engine.request import EngineRequest
-from manta.cluster.serve.requests import engine_client
-from manta.cluster.serve.requests.engine_client import HAND_OVER_S, LEAST_MOVING, RunWatch
+from manta.cluster.serve.requests import run_watch
+from manta.cluster.serve.requests.run_watch import HAND_OVER_S, LEAST_MOVING, RunWatch
 from manta.cluster.serve.routing import replicas
 from manta.cluster.serve.routing.replicas import PATIENT_BEATS, SILENT_BEATS, Replicas
 from manta.workers.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ class Hall:
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock, in seconds, which the test sets."""
     clock = [100.0]
-    for module in (engine_client, replicas):
+    for module in (run_watch, replicas):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 
@@ -109,7 +109,7 @@ def test_streams_of_an_ending_engine_wait_for_one_that_connects(now: list[float]
         if connects:
             hall.known.connected("new")
         else:
-            now[0] += engine_client.STRANGER_S + 0.1
+            now[0] += run_watch.STRANGER_S + 0.1
         assert hall.look() == 2
 
 

@@ -10,6 +10,7 @@ a stream that the other could not see, the one with the lower epoch gives up. Im
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -86,6 +87,8 @@ class RecordedStreams:
         self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
         self._adopting: set[str] = set()
+        self._replaying = asyncio.Lock()
+        """Lock of the adopted stream whose entries are read."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
@@ -190,7 +193,8 @@ class RecordedStreams:
     # ---- own streams -----------------------------------------------------------------------------------------------
 
     def _run(self, own: _Own, meter: Meter) -> None:
-        own.recorder = Recorder(self._client, own.recording, own.epoch, meter, lambda: self._on_entry(own))
+        on_entry = functools.partial(self._on_entry, own)
+        own.recorder = Recorder(self._client, own.recording, own.epoch, meter, on_entry, self._replaying)
         own.task = self._start(self._record(own, own.recorder))
 
     def _hold(self, own: _Own) -> None:

@@ -1,7 +1,7 @@
 """The engines as one ingress calls them, and the channel that carries their tokens.
 
-Requests of a lost engine continue on another one (`prompt_run.py`): if its connection breaks, if it is silent, or if
-Serve ends it. Implements `manta.cluster.http.exchange.engines.Engines`.
+Requests of a lost engine continue on another one (`prompt_run.py`): if its connection breaks, or if `run_watch.py`
+finds it silent or told to end. Implements `manta.cluster.http.exchange.engines.Engines`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import math
-import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -37,10 +35,10 @@ from manta.cluster.serve.channel.token_channel import (
 )
 from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, lost_again_and_again, pool
 from manta.cluster.serve.requests.prompt_run import Call, PromptRun
+from manta.cluster.serve.requests.run_watch import REMOVAL_POLL_S, RunWatch, gone
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.requests.takeover import USUAL_TIMES, TakeoverTimes
 from manta.cluster.serve.routing import replicas
-from manta.cluster.serve.routing.replicas import Replicas
 from manta.cluster.serve.routing.reports import Report
 from manta.cluster.serve.scaling.waking import Waker
 from manta.cluster.serve.starting.start_failure import in_words
@@ -59,20 +57,8 @@ ANSWER_TIMEOUT_S = 3.0
 """Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
 ADAPTER_TIMEOUT_S = 300.0
 """Longest time, in seconds, that engines get to read an adapter from a slow disk."""
-HAND_OVER_S = 5.0
-"""Seconds in which the streams of an engine that was told to end leave it, a few at a time. It goes on computing them
-meanwhile; Serve gives it 20 s.
-"""
-LEAST_MOVING = 4
-"""Streams that may be on their way from such an engine at a time. If all left at once, the last one would wait until
-the prompts of all others are computed again.
-"""
-STRANGER_S = 2.0
-"""Seconds that these streams wait for an engine that has just started to connect, so that they need not all go to those
-that have streams already.
-"""
-REMOVAL_POLL_S = 0.5
-"""Seconds between two queries whether Serve has removed the application, while requests wait and no engine runs."""
+MOVED_A_TURN = 16
+"""Calls of streams that pause which start in a turn of the event loop; each takes half a millisecond."""
 
 
 async def _never() -> bool:
@@ -202,8 +188,8 @@ class EngineQuestions:
         call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
-                if await self.are_gone():
-                    raise _gone()
+                if await self.aregone():
+                    raise gone()
             return call.result()
         finally:
             call.cancel()
@@ -252,111 +238,6 @@ class EngineQuestions:
             return await asyncio.to_thread(answers.results, timeout_s=timeout_s, return_exceptions=True)
         except Exception as error:
             return [error]
-
-
-class RunWatch:
-    """Finds lost engines, and moves their requests to others. Watches `runs`, which its owner changes, as long as there
-    are any, and looks every `look_s` seconds. A connection that breaks is no matter of this class: `EngineClient` hears
-    of it at once.
-    """
-
-    def __init__(
-        self,
-        runs: Mapping[str, PromptRun],
-        engines: EngineQuestions,
-        known_replicas: Replicas,
-        look_s: float,
-        greet: Callable[[], None],
-    ) -> None:
-        """`greet` has engines connect that are new. It is called at each look."""
-        self._runs = runs
-        self._engines = engines
-        self._replicas = known_replicas
-        self._look_s = look_s
-        self._greet = greet
-        self._handing_over = False
-        """Whether streams are leaving engines that were told to end."""
-        self._num_each_look = 0
-        """Streams that leave at each look however many are on their way, so that all have left in time."""
-        self._may_leave = 0.0
-        """Time on `time.monotonic`'s clock from which they leave although an engine has not connected."""
-        self.watching: asyncio.Task[None] | None = None
-        """Ends when nothing runs any more; None while nothing is watched."""
-
-    def begin(self) -> None:
-        """Watches until nothing runs."""
-        if self.watching is None:
-            self.watching = asyncio.ensure_future(self._watch())
-
-    async def _watch(self) -> None:
-        while self._runs:
-            await asyncio.sleep(self._look_s)
-            self._greet()
-            self._replicas.beat({replica for _, replica in self._placed()})
-            await self._kill(filter(self._replicas.is_hung, self.move()))
-            if self._engines.is_asleep():
-                await self._refuse_if_gone()
-        self.watching = None
-
-    def _placed(self) -> list[tuple[PromptRun, str]]:
-        """Returns the runs that a replica has or was sent, each with that replica."""
-        return [(run, replica) for run in self._runs.values() if (replica := run.replica) is not None]
-
-    def move(self) -> set[str]:
-        """Makes the requests of replicas that are silent or away continue on another one, if one is available, and some
-        of those of replicas that are ending. Otherwise returns these replicas.
-        """
-        placed = self._placed()
-        bad = {replica for _, replica in placed if not self._replicas.is_good(replica)}
-        self._handing_over = self._handing_over and bool(bad)
-        if not bad or not self._engines.is_any_good():
-            return bad
-        leaving: list[PromptRun] = []
-        for run, replica in placed:
-            if replica not in bad:
-                continue
-            if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
-                run.lose("away")
-            elif self._replicas.is_running(replica):
-                run.go_on("silent")
-            elif run.connection is None or self._replicas.is_avoided(replica):
-                run.go_on("ending")
-            else:
-                leaving.append(run)
-        self._hand_over(leaving)
-        return set()
-
-    def _hand_over(self, leaving: list[PromptRun]) -> None:
-        """Makes some of the requests of replicas that are ending, and that compute them meanwhile, continue on others.
-        The next look takes the next ones.
-        """
-        now = time.monotonic()
-        if not self._handing_over:
-            self._num_each_look, self._may_leave = 0, now + STRANGER_S
-        self._handing_over = bool(leaving)
-        self._num_each_look = max(self._num_each_look, math.ceil(len(leaving) * self._look_s / HAND_OVER_S))
-        if now < self._may_leave and self._replicas.has_strangers():
-            return
-        num_moving = sum(run.is_moving for run in self._runs.values())
-        for run in leaving[: max(self._num_each_look, LEAST_MOVING - num_moving)]:
-            run.go_on("ending")
-
-    async def _refuse_if_gone(self) -> None:
-        """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
-        await asyncio.sleep(REMOVAL_POLL_S)
-        if await self._engines.are_gone():
-            for run in list(self._runs.values()):
-                if run.connection is None:
-                    run.refuse(_gone())
-
-    async def _kill(self, hung: Iterable[str]) -> None:
-        """Kills hung replicas, because Serve would take half a minute to notice."""
-        for replica in hung:
-            logger.error("replica %s says nothing and there is no other one; it is killed", replica)
-            try:
-                await asyncio.to_thread(replicas.kill, replica)
-            except Exception as error:  # it may have ended, and Ray raises many types then
-                logger.warning("replica %s was not killed: %s", replica, in_words(error))
 
 
 class Keepers(Protocol):
@@ -408,6 +289,8 @@ class EngineClient(EngineQuestions):
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of clients whose calls are being started."""
+        self._num_moved = 0
+        """Calls of streams that pause, in this turn of the event loop."""
         self._watch = RunWatch(self.runs, self, self._replicas, times.look_s, self._greet_new)
 
     async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
@@ -511,9 +394,25 @@ class EngineClient(EngineQuestions):
 
     async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
         # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second
-        async with self._call_locks.setdefault(request.client, asyncio.Lock()):
-            await asyncio.sleep(0)
+        if request.continued is None:
+            async with self._call_locks.setdefault(request.client, asyncio.Lock()):
+                await asyncio.sleep(0)
+        else:
+            await self._until_few_have_started()
         return await answer_of(self.serving.generate.remote(request, address))
+
+    async def _until_few_have_started(self) -> None:
+        """Waits until fewer than `MOVED_A_TURN` calls of streams that pause have started in this turn of the event
+        loop. Turns are long when many streams move, so one call in each would take seconds.
+        """
+        while self._num_moved >= MOVED_A_TURN:
+            await asyncio.sleep(0)
+        if not self._num_moved:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._num_moved += 1
+
+    def _begin_turn(self) -> None:
+        self._num_moved = 0
 
     def cancel_later(self, call: Any) -> None:
         self._ending.add(call)
@@ -575,9 +474,3 @@ class EngineClient(EngineQuestions):
         for run in list(self.runs.values()):
             if run.connection is connection:
                 run.lose("connection")
-
-
-def _gone() -> Unavailable:
-    """Returns the error of a request whose engines are gone for good."""
-    cause = "the application was ended, and its engines with it"
-    return Unavailable(Refusal("unavailable", cause=cause, remedy="ask another server"))
