@@ -23,7 +23,14 @@ from tests.serve.fault_streams import Application, Setup
 from tests.serve.fault_table import LONGEST_S, Disturbance, deaths, disturb, undisturbed_streams
 from tests.serve.pauses import by_death, longest_pauses, markdown
 
-EVERYTHING = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}, "tensor_parallel_size": 2})
+EVERYTHING = Setup(
+    num_ingresses=2,
+    options={
+        "grammar_pool": {"form": "actors"},
+        "tensor_parallel_size": 2,
+        "constraints": {"compile_seconds": 60},  # on a busy machine
+    },
+)
 """Everything that can die, twice."""
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_CLIENTS = 64

@@ -391,6 +391,7 @@ def explained(application: Application, disturbance: Disturbance) -> list[Pause]
 
 def undisturbed_streams(application: Application) -> list[Stream]:
     streams = application.start_streams().join()
-    assert [stream.error for stream in streams] == [None] * len(streams)
+    errors = [stream.error for stream in streams if stream.error]
+    assert not errors, errors
     assert all(stream.is_complete for stream in streams)
     return streams

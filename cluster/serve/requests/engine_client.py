@@ -188,7 +188,7 @@ class EngineQuestions:
         call = asyncio.ensure_future(answer_of(response))
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
-                if await self.aregone():
+                if await self.are_gone():
                     raise gone()
             return call.result()
         finally:

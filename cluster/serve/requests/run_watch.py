@@ -140,7 +140,7 @@ class RunWatch:
     async def _refuse_if_gone(self) -> None:
         """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
         await asyncio.sleep(REMOVAL_POLL_S)
-        if await self._engines.aregone():
+        if await self._engines.are_gone():
             for run in list(self._runs.values()):
                 if run.connection is None:
                     run.refuse(gone())
