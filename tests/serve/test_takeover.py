@@ -25,6 +25,7 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES, Metrics
 from manta.cluster.serve.channel.token_channel import Address, EngineHello, Frame, RequestResult
 from manta.cluster.serve.requests.engine_client import EngineClient
+from manta.cluster.serve.requests.run_watch import REMOVAL_POLL_S
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.requests.takeover import Takeover, TakeoverTimes
 from manta.cluster.serve.routing.replicas import Replicas, known_replicas
@@ -321,6 +322,24 @@ async def test_another_engine_answers_what_a_dying_one_was_asked() -> None:
     with pytest.raises(Unavailable):
         await world.client.resolve(spec)
     await world.client.close()
+
+
+@async_test
+async def test_requests_and_questions_end_with_their_application() -> None:
+    world = World("takeover ended", LOOKING)
+
+    async def yes() -> bool:
+        return True
+
+    world.client._is_removed = yes
+    slow = asyncio.ensure_future(asyncio.sleep(1.2 * REMOVAL_POLL_S, "an answer"))
+    assert await world.client._one_answer(slow) == "an answer", "engines run"
+    world.known.set_running("engine", [])
+    with pytest.raises(Unavailable, match="the application was ended"):
+        await world.client._one_answer(asyncio.ensure_future(asyncio.sleep(PATIENCE_S)))
+    async with world.submitted() as submission:
+        with pytest.raises(Unavailable, match="the application was ended"):
+            await anext(aiter(submission))
 
 
 @async_test

@@ -91,7 +91,7 @@ class RunWatch:
             self._replicas.beat({replica for _, replica in self._placed()})
             await self._kill(filter(self._replicas.is_hung, self.move()))
             if self._engines.is_asleep():
-                await self._refuse_ifgone()
+                await self._refuse_if_gone()
         self.watching = None
 
     def _placed(self) -> list[tuple[PromptRun, str]]:
