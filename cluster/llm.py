@@ -81,28 +81,31 @@ class LLM:
         from manta.cluster.engine.engine import Engine
         from manta.cluster.text.offline_pooling import make_pooler
 
-        self._pooler = make_pooler(self.config)
-        if self._pooler is not None:
-            self.tokenizer = self._pooler.tokenizer
-            return
         between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._between_steps = between_steps
-        # The lambda holds no reference to this object, so the model's memory is freed as soon as the object is, without
-        # a garbage collection.
-        self._engine = Engine(self.config, has_messages=lambda: bool(between_steps))
-        self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, TrackedRequest] = {}
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="manta-step")
+        self._pooler = make_pooler(self.config)
+        if self._pooler is not None:
+            self.tokenizer = self._pooler.tokenizer
+            return
+        # The lambda holds no reference to this object, so the model's memory is freed as soon as the object is, without
+        # a garbage collection.
+        self._engine = Engine(self.config, has_messages=lambda: bool(between_steps))
+        self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
 
     @property
     def engine(self) -> Engine:
         """The engine that generates. Raises `RequestRefused` if the model pools."""
+        self._check_generates()
+        return self._engine
+
+    def _check_generates(self) -> None:
         if self._pooler is not None:
             refuse("unsupported", "model", cause="it generates no text", remedy="call embed, score or classify")
-        return self._engine
 
     # ---- models that pool --------------------------------------------------------------------------------------
 
@@ -197,6 +200,7 @@ class LLM:
     def _planned(
         self, messages: Sequence[Message], params: SamplingParams, adapter: str, options: dict[str, Any]
     ) -> _Asked:
+        self._check_generates()
         chat = plan_offline(messages, params, self.tokenizer, options, self.config.json_objects)
         return _Asked(chat.prompt, chat.plan.params, chat, adapter)
 

@@ -20,7 +20,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import on_one_thread, randomise, reference_model
 from tests.workers.test_layer_kinds import CASES, SIZES, folder_of, set_buffers
 
-HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo_v2")
+HEADS = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "deepseek_v32"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "mimo_v2"),
+)
 """The kinds of layers whose families have heads that are run."""
 OF_QWEN = HEADS[:3]
 """Those that store a head with a prefix of its own, and norms less one."""

@@ -36,3 +36,8 @@ def check_kv_cache(options: ModelOptions, device: str, model: ModelConfig | None
             f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached latent vectors "
             f"hold the keys of an indexer too, which would have the same scale; {_REMEDY}"
         )
+    if model is not None and model.block_indexer is not None:
+        raise ModelError(
+            f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose indexer keeps keys of "
+            f"tokens in the cache, of which it takes means; {_REMEDY}"
+        )

@@ -44,6 +44,7 @@ MIXERS = {
 OTHERS = (
     "qwen3_next",
     "qwen3_5_moe",
+    "qwen4_exp",
     "granite_hybrid",
     "granite_hybrid without experts",
     "falcon_h1 with norms",
@@ -77,10 +78,13 @@ OTHERS = (
     "recurrent_gemma",
     "zamba",
     "zaya",
+    "inkling",
+    "rwkv",
     "deepseek_v32",
     "glm_moe_dsa",
     "axk2",
     "longcat_flash",
+    "dots3_note",
 )
 """More families with these mixers, or with other parts that are compiled for `exact` alone."""
 KINDS = [*MIXERS, *(pytest.param(kind, marks=pytest.mark.prove) for kind in OTHERS)]

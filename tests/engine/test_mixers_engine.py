@@ -15,6 +15,7 @@ KINDS = (
     *CHEAP,
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen4_exp",
     "granite_hybrid",
     "nemotron_h",
     "lfm2_moe",
@@ -30,6 +31,8 @@ KINDS = (
     "recurrent_gemma",
     "zamba",
     "zaya",
+    "inkling",
+    "rwkv",
 )
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -8,6 +8,7 @@ The table is written to `benchmarks/results/`.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import os
@@ -46,8 +47,14 @@ def _counts(found: list[Verdict]) -> str:
     return ", ".join(f"{counted[result]} {result}" for result in get_args(Result) if counted[result])
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     import transformers
+
+    parser = argparse.ArgumentParser("python -m tests.families", description="Judges the decoders of transformers.")
+    parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="some of them (default: all)")
+    names: list[str] = parser.parse_args(arguments).names
+    if unknown := sorted(set(names) - set(MODEL_TYPES)):
+        parser.error(f"transformers {transformers.__version__} has no decoders of the type {', '.join(unknown)}")
 
     record = ROOT / ".prove" / f"families-{source_key(ROOT)}.jsonl"
     record.parent.mkdir(exist_ok=True)

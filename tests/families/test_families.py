@@ -17,10 +17,10 @@ REFUSED_NAMES = (
     # Attention that is not causal, or not over all keys: to later tokens, by hashes, by several streams.
     "cpmant prophetnet reformer xlnet "
     # Recurrent states without a native form.
-    "deepseek_v4 qwen4_exp qwen4_exp_text rwkv "
-    "inkling2_loop_text inkling2_text inkling_text "
+    "deepseek_v4 "
+    "inkling2_loop_text inkling2_text "
     # An indexer chooses the tokens that attention reads.
-    "dots3_note_text hy_v4 "
+    "hy_v4 "
     # The drafter of another model.
     "gemma4_unified_assistant "
     # A model of bytes in patches.

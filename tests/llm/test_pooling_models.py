@@ -14,6 +14,7 @@ from manta import LLM
 from manta.cluster.errors import RequestRefused
 from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.models.model_config import ModelError
+from manta.workers.sampling_params import SamplingParams
 from tests.pooled_checkpoints import CLASSIFIERS, EMBEDDERS, TEXTS, classifier, embedder, with_change
 
 
@@ -112,6 +113,10 @@ def test_dimensions_keep_the_first_numbers_of_a_vector() -> None:
 def test_a_model_refuses_what_it_does_not_do() -> None:
     for call in (
         lambda: loaded(embedder("bert_mean")).generate("a"),
+        lambda: loaded(embedder("bert_mean")).generate("a", SamplingParams(max_tokens=1)),
+        lambda: loaded(embedder("bert_mean")).chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=1)),
+        lambda: loaded(embedder("bert_mean")).add_request("one", "a", SamplingParams(max_tokens=1)),
+        lambda: loaded(embedder("bert_mean")).step(),
         lambda: loaded(embedder("bert_mean")).score("a", "b"),
         lambda: loaded(classifier("bert_ce")).embed("a"),
         lambda: loaded(classifier("deberta_ce")).score("a", "b"),
@@ -120,6 +125,14 @@ def test_a_model_refuses_what_it_does_not_do() -> None:
         with pytest.raises(RequestRefused) as caught:
             call()
         assert (caught.value.refusal.kind, caught.value.refusal.field) == ("unsupported", "model")
+
+
+def test_an_encoder_that_is_a_decoder_generates(tmp_path: pathlib.Path) -> None:
+    """BERT's class that generates is named as no other family's."""
+    for architecture, pools in (("BertLMHeadModel", False), ("BertModel", True)):
+        config = transformers.BertConfig(architectures=[architecture], is_decoder=not pools)
+        config.save_pretrained(tmp_path)
+        assert (read_pooling(tmp_path) is not None) is pools, architecture
 
 
 @pytest.mark.parametrize(

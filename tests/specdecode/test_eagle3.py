@@ -323,7 +323,7 @@ def test_models_without_one_stream_are_refused(folder: Callable[[], pathlib.Path
 
 def test_a_tpu_refuses_heads() -> None:
     speculative = SpeculativeConfig(proposers=("eagle3",), draft_model=str(eagle3_folder()))
-    with pytest.raises(ModelError, match="device tpu does not compute layers that read an embedding"):
+    with pytest.raises(ModelError, match="device tpu does not compute draft heads"):
         check_quickly(EngineConfig(model=str(llama()), device="tpu", speculative=speculative))
 
 

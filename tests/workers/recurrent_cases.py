@@ -319,6 +319,39 @@ RECURRENT_CASES: dict[str, Case] = {
     "qwen3_5_moe": Case(
         "Qwen3_5MoeTextConfig", DELTA | SHARED_EXPERT, {"choice of two experts": {"num_experts_per_tok": 1}}
     ),
+    "qwen4_exp": Case(
+        "Qwen4ExpTextConfig",
+        DELTA
+        | SHARED_EXPERT
+        | {
+            "hc_count": 3,
+            "hc_lowrank": 24,
+            "indexer_n_heads": 16,  # so many that hardly any score is zero
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 12,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [1, 3],
+            "ple_embed_dim": 48,
+            "ngram_size": 3,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 3,
+            "output_gate_type": "sigmoid",
+        },
+        {
+            "choice of two experts": {"num_experts_per_tok": 1},
+            "shares that sum to one": {"norm_topk_prob": False},
+            "choice of blocks": {"indexer_budget": 512},
+            "number of blocks": {"indexer_budget": 24},
+            "length of blocks": {"indexer_compress_ratio": 3},
+            "hashes": {"seed": 1235},
+            "end of a text": {"eos_token_id": 7},
+            "sigmoids of gates": {"output_gate_type": "silu"},
+            "partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        },
+    ),
     "olmo_hybrid": Case(
         "OlmoHybridConfig",
         HYBRID
@@ -389,6 +422,34 @@ RECURRENT_CASES: dict[str, Case] = {
             },
         },
     ),
+    "inkling": Case(
+        "InklingTextConfig",
+        {
+            "head_dim": 16,
+            "swa_head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "sliding_window_size": 24,
+            "d_rel": 6,
+            "rel_extent": 40,
+            "log_scaling_n_floor": 20,
+            "log_scaling_alpha": 0.5,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "route_scale": 2.5,
+            "logits_mup_width_multiplier": 2.0,
+        },
+        {
+            "choice of two experts": {"num_experts_per_tok": 1},
+            "scaled shares": {"route_scale": 1.0},
+            "growth of queries": {"log_scaling_n_floor": None},
+            "strength of the growth": {"log_scaling_alpha": 0.1},
+        },
+    ),
+    "rwkv": Case("RwkvConfig", {"rescale_every": 1}),
     "xlstm": Case("xLSTMConfig", {"num_heads": 4}, {"capped gates": {"gate_soft_cap": 0.3}}),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",

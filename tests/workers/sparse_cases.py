@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.workers.attention_cases import EXPERTS, OTHER_SCALE, YARN_PAIR
-from tests.workers.recurrent_cases import LATENT, Case
+from tests.workers.recurrent_cases import LATENT, ROPE, Case
 
 INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 """So many heads that hardly any score is zero: transformers leaves to torch which of equal scores counts more."""
@@ -30,6 +30,33 @@ SPARSE_CASES: dict[str, Case] = {
         "AXK2Config",
         LATENT | EXPERTS | INDEXER | {"n_group": 4, "topk_group": 2, "gated_norm_rank": 6, "attention_bias": True},
         CHOICE | {"groups of experts": {"n_group": 1, "topk_group": 1}},
+    ),
+    "dots3_note": Case(
+        "Dots3NoteTextConfig",
+        LATENT
+        | EXPERTS
+        | INDEXER
+        | {
+            "head_dim": 20,
+            "layer_types": ["sliding_attention", "indexed_attention"] * 2,
+            "sliding_window": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "shared_experts_intermediate_size": 48,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 20,
+            "swa_kv_lora_rank": 52,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 12,
+            "swa_v_head_dim": 16,
+        },
+        CHOICE
+        | {
+            "groups of experts": {"n_group": 1, "topk_group": 1},
+            "window": {"sliding_window": 4096},
+            "rope of layers with windows": {"rope_parameters": ROPE},
+        },
     ),
     "longcat_flash": Case(
         "LongcatFlashConfig",

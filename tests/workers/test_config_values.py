@@ -80,6 +80,12 @@ SAID_OTHERWISE = {
         )
     ),
     ("BailingHybridForCausalLM", "rope_theta"),
+    ("InklingForCausalLM", "chain_hidden_post_norm"),  # of draft heads, as the next
+    ("InklingForCausalLM", "mtp_hidden_states_first"),
+    ("InklingForCausalLM", "number_of_conv_states"),
+    ("InklingForCausalLM", "rms_norm_eps_moe_gate"),
+    ("Qwen4ExpForCausalLM", "number_of_conv_states"),
+    *(("RwkvForCausalLM", key) for key in ("context_length", "num_attention_heads", "num_key_value_heads")),
     *(("ZambaForCausalLM", key) for key in ("attention_hidden_size", "time_step_min")),
     *(
         ("xLSTMForCausalLM", key)

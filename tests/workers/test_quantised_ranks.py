@@ -138,6 +138,10 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "lara_mini": {"shared_expert_intermediate_size": 64},
     "lfm3": {},
     "recurrent_gemma": {"intermediate_size": 128},
+    "qwen4_exp": {"shared_expert_intermediate_size": 64},
+    "inkling": {},
+    "dots3_note": {"shared_experts_intermediate_size": 64},
+    "rwkv": {"intermediate_size": 128},
 }
 
 

@@ -183,6 +183,12 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
 
 
+OTHER_STATES = ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2", "olmo_hybrid", "bailing_hybrid", "lara_mini")
+OTHER_STATES += ("lfm3", "recurrent_gemma", "qwen4_exp", "inkling", "rwkv")
+OTHER_HEADS = ("gemma4", "gemma4, experts", "dots3_note", "mimo_v2")
+"""Families whose layers have different heads."""
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -192,23 +198,7 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
         "minimax",
         "zamba2",
         "xlstm",
-        *(
-            pytest.param(kind, marks=pytest.mark.prove)
-            for kind in (
-                "qwen3_5",
-                "falcon_h1",
-                "nemotron_h",
-                "mamba2",
-                "lfm2",
-                "olmo_hybrid",
-                "bailing_hybrid",
-                "lara_mini",
-                "lfm3",
-                "recurrent_gemma",
-                "gemma4",
-                "gemma4, experts",
-            )
-        ),
+        *(pytest.param(kind, marks=pytest.mark.prove) for kind in (*OTHER_STATES, *OTHER_HEADS)),
     ],
 )
 def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None:

@@ -42,6 +42,8 @@ _SERVED = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
 """Modules of sentence-transformers that are served. `Dropout` does nothing after training."""
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATOR = "ForCausalLM"
+_OLDER_GENERATOR = "LMHeadModel"
+"""How the classes of some older families end that generate, such as BertLMHeadModel."""
 _ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining")
 _ENCODERS = frozenset(
     {
@@ -169,7 +171,8 @@ def _published(folder: pathlib.Path, raw: RawConfig) -> PoolingInfo | None:
     if find_file(folder, _MODULES) is not None:
         modules = _modules(folder)
         return _scorer(folder, raw, modules) if _LOGIT_SCORE in map(_class_of, modules) else _embedder(folder, raw)
-    if architecture.endswith(_ENCODER_ENDINGS) and _model_type(raw) in _ENCODERS:
+    is_encoder = architecture.endswith(_ENCODER_ENDINGS) and not architecture.endswith(_OLDER_GENERATOR)
+    if is_encoder and _model_type(raw) in _ENCODERS:
         source = f"no {_MODULES}: the mean of the tokens, as in sentence-transformers"
         return _without_modules(folder, raw, "mean", False, source)
     if architecture.endswith(_GENERATOR) and _model_type(raw) in PROMPTS and is_named_reranker(folder):

@@ -16,10 +16,12 @@ def check_all_used(checkpoint: TensorFiles, config: ModelConfig, spec: DecoderSp
     any model with layers that are not served. Experts of other ranks are theirs to read.
     """
     unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
+    of_other_ranks = [*_of_other_ranks(spec)]
+    tied_heads = ["lm_head.weight"] if config.tie_word_embeddings else []
     checkpoint.check_all_used(
-        but=["lm_head.weight"] if config.tie_word_embeddings else [],
+        but=[*tied_heads, *(part.weight_name for part in of_other_ranks)],
         below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config), *spec.unread),
-        of_modules={part.name for part in _of_other_ranks(spec)},
+        of_modules={part.name for part in of_other_ranks},
     )
 
 

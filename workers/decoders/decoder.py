@@ -20,18 +20,23 @@ from manta.workers.decoders.alternating_updates import (
     sparse_gate,
     spread_streams,
 )
+from manta.workers.decoders.block_choice import choose_blocks
 from manta.workers.decoders.convolved_attention import attend_convolved
+from manta.workers.decoders.distance_attention import attend_with_distances
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
+from manta.workers.decoders.gated_streams import mean_stream, norm_gates, norm_streams, shared_update
 from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
-from manta.workers.decoders.mixers.short_conv import run_short_conv
+from manta.workers.decoders.mixers.short_conv import run_short_conv, with_convolution
+from manta.workers.decoders.mixers.windows import channels_of
+from manta.workers.decoders.ngram_streams import ngram_streams
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
-from manta.workers.decoders.sparse_attention import TokenChoice
+from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.kv_cache import narrowed
+from manta.workers.kernels.kv_cache import beyond, narrowed
 from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.protocol import Forward, Kernels, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
@@ -57,7 +62,8 @@ from manta.workers.platforms import Platform
 
 def query_growth(growth: QueryGrowth, positions: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
-    steps = (positions.float() + growth.first).div_(growth.period).floor_()
+    steps = (positions.float() + growth.first).div_(growth.period)
+    steps = steps.floor_() if growth.has_steps else steps.sub_(1).clamp_(min=0)
     return kernels.log1p(steps).mul_(growth.rate).add_(1).unsqueeze(-1)
 
 
@@ -88,7 +94,10 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         heads = [config.heads_of(layer) for layer in range(config.num_layers)]
-        grows = [config.query_growth is not None and config.query_growth.is_of(rope) for rope in config.ropes]
+        grows = [
+            config.query_growth is not None and config.query_growth.is_of(rope, window)
+            for rope, window in zip(config.ropes, config.sliding_windows, strict=True)
+        ]
         sources = config.kv_sources or range(config.num_layers)
         self._layers = list(
             zip(weights.layers, places, sources, heads, config.sliding_windows, grows, next_norms, strict=True)
@@ -115,7 +124,8 @@ class Decoder:
         """Computes like `forward`. Returns the residual stream before each layer of `ModelConfig.taps` too, side by
         side: [num_tokens, len(taps) * hidden].
         """
-        embedded, inputs = self.embed(token_ids), None
+        embedded = self.embed(token_ids)
+        inputs = None if self.config.ngrams is None else token_ids
         if self.weights.layer_inputs is not None:
             inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
         result, hidden = self.forward_embedded(embedded, metadata, kv_caches, inputs), self.config.hidden_size
@@ -125,6 +135,8 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
         embedded = self.weights.embedding(token_ids)
+        if self.weights.embedding_norm is not None:
+            return self._norm(embedded, self.weights.embedding_norm)
         if self.weights.embedding_scaling is not None:
             bias, scale = self.weights.embedding_scaling
             return embedded.add_(bias).mul_(scale)
@@ -137,8 +149,8 @@ class Decoder:
         kv_caches: KVCaches,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those that each
-        layer has of its own. In each row the hidden state comes first, and then what `forward_tapped` returns too.
+        """Computes like `forward`, from what the first layer reads, which it overwrites. `inputs` are those of
+        `Forward`. In each row the hidden state comes first, and then what `forward_tapped` returns too.
         """
         tables = self._rotary_tables(metadata.max_context_len, embedded.device)
         run, caches = self.compiled or self._run, self._own_caches(kv_caches)
@@ -147,21 +159,29 @@ class Decoder:
         return run(embedded, tables, metadata, caches, inputs)
 
     def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
-        """Returns the caches without what layers with smaller heads than others do not use."""
-        if self.config.layer_kv_heads and kv_caches is not self._whole_caches:
+        """Returns the caches without what layers with smaller heads than others do not use, and behind keys and values
+        those of an indexer's keys.
+        """
+        has_indexer = self.config.block_indexer is not None
+        if not (self.config.layer_kv_heads or has_indexer):
+            return kv_caches
+        if kv_caches is not self._whole_caches:
             largest = self.config.largest_heads
-            self._whole_caches = kv_caches
-            self._used_caches = [
-                tuple(narrowed(each, self.config.heads_of(layer), largest) for each in caches)
-                for layer, caches in enumerate(kv_caches)
-            ]
-        return self._used_caches if self.config.layer_kv_heads else kv_caches
+            self._whole_caches, self._used_caches = kv_caches, []
+            for layer, caches in enumerate(kv_caches):
+                heads, count = self.config.heads_of(layer), 2 if self.config.attends[layer] else 0
+                of_indexer = (beyond(caches[0], heads, largest),) if has_indexer and count else ()
+                own = tuple(narrowed(each, heads, largest) for each in caches[:count])
+                self._used_caches.append((*own, *of_indexer, *caches[count:]))
+        return self._used_caches
 
     @property
     def _run(self) -> Forward:
         """The function that runs all layers. It is not kept: an object that holds its own method keeps itself, and the
         weights, until the garbage collector comes.
         """
+        if self.config.num_gated_streams > 1:
+            return self._run_gated_streams
         return self._run_layers if self.weights.streams is None else self._run_streams
 
     def _run_layers(
@@ -214,6 +234,8 @@ class Decoder:
                 growing = growth if grows else None
                 update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing, choice)
                 update = self._norm(update, layer.mixer_output_norm)
+                if layer.convolutions is not None:
+                    update = self._convolved(update, layer.convolutions[0], kv_cache[-2], metadata)
             if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
             elif layer.mlp is not None:
@@ -235,6 +257,10 @@ class Decoder:
                     update = self._norm(update, layer.beside.mlp_norm)
                     update = update + self._experts_beside(layer.beside, residual, metadata)
                 update = self._norm(update, layer.mlp_output_norm)
+                if layer.mlp_scale != 1:
+                    update = update * layer.mlp_scale
+                if layer.convolutions is not None:
+                    update = self._convolved(update, layer.convolutions[1], kv_cache[-1], metadata)
             if layer.own_input is None and layer.scalar == 1:
                 normed = self._add(update, residual, next_norm, layer.mlp_scaling)
                 continue
@@ -287,6 +313,50 @@ class Decoder:
         gathered = gathered_streams(streams_weights.gather, streams, self._kernels)
         return self._norm(gathered, self.weights.final_norm)
 
+    def _run_gated_streams(
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs all layers of a model whose parts read the gated mean of several residual streams, as `_run_layers`
+        does. `inputs` are the token ids, for layers with tables of n-grams.
+        """
+        config, kernels, weights = self.config, self._kernels, self.weights
+        count, eps = config.num_gated_streams, config.rms_norm_eps
+        streams = residual.expand(count, -1, -1)
+        for (layer, place, source, heads, window, _, _), table in zip(self._layers, cos_sin, strict=True):
+            mixer, mlp, cache = layer.mixer, layer.mlp, kv_caches[source]
+            assert layer.input_gate is not None
+            assert layer.mlp_gate is not None
+            assert layer.stream_shares is not None
+            assert mixer is not None
+            assert mlp is not None
+            assert layer.input_norm is not None
+            assert layer.mlp_norm is not None
+            if layer.ngrams is not None:
+                assert inputs is not None
+                assert config.ngrams is not None
+                assert metadata.states is not None
+                *others, tokens, inner = cache
+                states, cache = (tokens, inner), tuple(others)
+                added = ngram_streams(
+                    layer.ngrams, config.ngrams, streams, inputs, metadata.states, states, eps, kernels
+                )
+                streams = streams + added
+            group = metadata.of_group(0 if place is None else place.group)
+            normed = norm_streams(streams, layer.input_norm, eps, kernels)
+            read = mean_stream(normed, layer.input_gate, count, kernels)
+            update = self._mix(mixer, read, table, group, cache, heads, window, None, None)
+            streams = shared_update(streams, update, normed, layer.stream_shares[0], kernels)
+            normed = norm_streams(streams, layer.mlp_norm, eps, kernels)
+            update = self._mlp(mlp, mean_stream(normed, layer.mlp_gate, count, kernels), metadata)
+            streams = shared_update(streams, update, normed, layer.stream_shares[1], kernels)
+        assert weights.final_gate is not None
+        return mean_stream(norm_streams(streams, weights.final_norm, eps, kernels), weights.final_gate, count, kernels)
+
     def _attend_block(
         self,
         cos_sin: torch.Tensor,
@@ -304,12 +374,13 @@ class Decoder:
         if weight is None:
             return x
         norm = self._kernels.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
+        if weight.dim() == 2:
+            return norm(x, weight[0], self.config.rms_norm_eps) + weight[1]
         return norm(x, weight, self.config.rms_norm_eps)
 
     def _gated(self, gate: NormGateWeights, normed: torch.Tensor) -> torch.Tensor:
         """Returns a norm's result times its gate."""
-        gates = gate.up.forward(gate.down.forward(normed))
-        return (normed * self._kernels.recurrent.sigmoid(gates.float())).to(normed.dtype)
+        return (normed * norm_gates(gate, normed, self._kernels)).to(normed.dtype)
 
     def _add(
         self,
@@ -363,6 +434,13 @@ class Decoder:
             return run_short_conv(mixer, normed, metadata, step, states, self._kernels.recurrent)
         return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels.recurrent)
 
+    def _convolved(
+        self, x: torch.Tensor, kernel: torch.Tensor, state: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Returns rows and their convolution, added."""
+        assert metadata.states is not None
+        return with_convolution(x, kernel, state, metadata.states, self._kernels.recurrent)
+
     def _attend(
         self,
         attention: AttentionWeights | LatentAttentionWeights,
@@ -375,16 +453,20 @@ class Decoder:
         growth: torch.Tensor | None,
         choice: TokenChoice | None = None,
     ) -> torch.Tensor:
-        k_cache, v_cache = kv_cache
+        k_cache, v_cache = kv_cache[:2]
         eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
-            assert self.config.latent is not None
-            shape = self.config.latent
             caches, kernels = (k_cache, v_cache), self._kernels
-            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, kernels, growth, choice)
+            own = growth, choice if sliding_window is None else None, sliding_window
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, kernels, *own)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.value_dim is not None:
             qkv = _filled_up(qkv, heads, attention.value_dim)
+        if attention.convolutions is not None:
+            query, *cached = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
+            of_cached = zip(cached, attention.convolutions, kv_cache[2:4], strict=True)
+            convolved = [self._convolved(*each[:2], channels_of(each[2]), metadata) for each in of_cached]
+            qkv = torch.cat((query, *convolved), dim=-1)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
             query_norm, key_norm = attention.wide_norms
@@ -398,9 +480,23 @@ class Decoder:
         self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, written, *norms, eps)
         if growth is not None:
             qkv[:, : heads.num_heads * heads.head_dim] *= growth.to(qkv.dtype)
-        attended = self._kernels.paged_attention(
-            qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
-        )
+        blocks = None
+        if attention.indexer is not None:
+            rope_dim = self.config.rope.rotary_dim or heads.head_dim
+            of_step = normed, cos_sin, rope_dim, kv_cache[2], metadata
+            blocks = choose_blocks(attention.indexer, *of_step, eps, self._kernels)
+        if attention.distances is not None:
+            numbers = attention.distances.numbers.forward(normed, metadata).float()
+            numbers = (numbers if growth is None else numbers * growth).unflatten(-1, (heads.num_heads, -1))
+            by_distance = numbers, attention.distances.profiles
+            caches = k_cache, v_cache
+            attended = attend_with_distances(qkv, *by_distance, caches, metadata, heads, sliding_window, self._kernels)
+        elif blocks is not None and blocks.slots is not None:
+            attended = attend_chosen(qkv, k_cache, blocks, metadata, heads, self._kernels, v_cache=v_cache)
+        else:
+            attended = self._kernels.paged_attention(
+                qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
+            )
         if attention.value_dim is not None:
             attended = attended.unflatten(-1, (-1, heads.head_dim))[..., : attention.value_dim].flatten(1)
         if attention.gate is not None:

@@ -39,16 +39,17 @@ def attend_latent(
     metadata: AttentionMetadata,
     kv_cache: tuple[torch.Tensor, torch.Tensor],
     heads: HeadShape,
-    shape: LatentShape,
     kernels: Kernels,
     growth: torch.Tensor | None = None,
     choice: TokenChoice | None = None,
+    sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Returns the attention's result [num_tokens, hidden] of normed hidden states, and writes the tokens' latent
     vectors and rotated keys to their KV slots. `growth` [num_tokens, 1] multiplies the queries. A layer with an indexer
     puts the tokens that it chooses into `choice`, which holds those of an earlier layer otherwise; None if attention
-    reads all.
+    reads all, or those of a window.
     """
+    shape = weights.shape
     query_dim = shape.plain_dim + shape.rope_dim
     query_width = shape.query_rank or heads.num_heads * query_dim
     queries, cached = weights.inputs.forward(normed, metadata).split((query_width, shape.cached_dim), dim=-1)
@@ -62,6 +63,8 @@ def attend_latent(
         queries, gates = queries.split((heads.num_heads * query_dim, heads.num_heads * shape.value_dim), dim=-1)
     latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
     latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
+    if weights.key_norm is not None:
+        key = kernels.rms_norm(key, weights.key_norm, shape.norm_eps)
     plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
     # One row of all query heads and the cached one
     together = normed.new_empty((len(normed), heads.num_heads + 1, heads.head_dim))
@@ -85,7 +88,7 @@ def attend_latent(
         rope = cos_sin, shape.rope_dim
         choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
     if choice is None or choice.slots is None:
-        attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
+        attended = kernels.paged_attention(row, *kv_cache, metadata, heads, sliding_window)
     else:
         attended = attend_chosen(row, kv_cache[0], choice, metadata, heads, kernels)
     values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)

@@ -87,10 +87,10 @@ def choose_tokens(
             continue
         keys = cached_keys[blocks].reshape(-1, shape.head_dim)[:context_len].float().T.contiguous()
         seen = torch.arange(context_len, device=blocks.device)
-        for rows in _pieces(first, last, shape.num_heads * context_len * keys.itemsize, piece_bytes):
-            scores = _scores(queries[rows], keys, shares[rows], kernels)
+        for rows in pieces(first, last, shape.num_heads * context_len * keys.itemsize, piece_bytes):
+            scores = scores_of(queries[rows], keys, shares[rows], kernels)
             scores.masked_fill_(seen > metadata.positions[rows].unsqueeze(1), -torch.inf)
-            slots[rows] = own_slots[_best(scores, shape.num_chosen)].int()
+            slots[rows] = own_slots[best_places(scores, shape.num_chosen)].int()
     return TokenChoice(slots, (metadata.positions + 1).clamp(max=shape.num_chosen).int())
 
 
@@ -102,25 +102,28 @@ def attend_chosen(
     heads: HeadShape,
     kernels: Kernels,
     piece_bytes: int = PIECE_BYTES,
+    v_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Cached heads
-    for several tokens take at most `piece_bytes` at a time. The other arguments are those of `paged_attention`.
+    for several tokens take at most `piece_bytes` at a time. Without a `v_cache` keys are the values too. The other
+    arguments are those of `paged_attention`.
     """
     assert choice.slots is not None
     assert choice.lens is not None
     block_size, (num_tokens, num_chosen) = metadata.block_size, choice.slots.shape
     num_blocks = -(-num_chosen // block_size)
-    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen))
-    stored = k_cache.view(-1, *k_cache.shape[2:])
+    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen)).long()
     parts = []
-    for rows in _pieces(0, num_tokens, slots.shape[1] * stored[0].nbytes, piece_bytes):
-        chosen = stored.index_select(0, slots[rows].flatten()).view(-1, block_size, *k_cache.shape[2:])
-        each = _each_alone(metadata, rows, choice.lens[rows], num_blocks)
-        parts.append(kernels.paged_attention(row[rows], chosen, chosen, each, heads))
+    for rows in pieces(0, num_tokens, slots.shape[1] * k_cache[0, 0].nbytes, piece_bytes):
+        places = slots[rows].view(-1, block_size)
+        keys = k_cache[places // block_size, places % block_size]
+        values = keys if v_cache is None else v_cache[places // block_size, places % block_size]
+        each = each_alone(metadata, rows, choice.lens[rows], num_blocks)
+        parts.append(kernels.paged_attention(row[rows], keys, values, each, heads))
     return torch.cat(parts)
 
 
-def _pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
+def pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
     """Yields slices of the rows `[first, last)` that need at most `piece_bytes`, or one row, at `row_bytes` each."""
     num_rows = max(1, piece_bytes // row_bytes)
     for start in range(first, last, num_rows):
@@ -143,7 +146,7 @@ def _rotated(
     return torch.cat((low * cos - high * sin, high * cos + low * sin, plain), dim=-1)
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+def scores_of(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Returns the scores of all keys [head_dim, context_len] for each token, float32 [num_tokens, context_len]; minus
     infinity for what is no number. The paper's constant factors on all scores change no choice, and are left out.
     """
@@ -154,7 +157,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, ker
     return scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _best(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
+def best_places(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
     """Returns where the best scores of each row are, int64 [num_rows, num_chosen] in ascending order; of those that
     equal the last one of them, the first ones.
     """
@@ -164,7 +167,7 @@ def _best(scores: torch.Tensor, num_chosen: int) -> torch.Tensor:
     return ranked.topk(num_chosen, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def _each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, num_blocks: int) -> AttentionMetadata:
+def each_alone(metadata: AttentionMetadata, rows: slice, lens: torch.Tensor, num_blocks: int) -> AttentionMetadata:
     """Returns metadata in which each token of `rows` is a sequence of `lens` tokens, in `num_blocks` blocks of its own
     that lie one after the other.
     """

@@ -69,7 +69,7 @@ def forward(
     for index, (layer, spec, place, rope) in enumerate(
         zip(parameters.layers, describe(config).layers, places, config.ropes, strict=True)
     ):
-        grows = config.query_growth is not None and config.query_growth.is_of(rope)
+        grows = config.query_growth is not None and config.query_growth.is_of(rope, config.sliding_windows[index])
         of_layer = by_rope[rope], config.sliding_windows[index], growth if grows else None
         step = _LayerStep(config, form, batch if place is None else batch.of_group(place.group), *of_layer)
         own = None if place is None else pages[place.number]

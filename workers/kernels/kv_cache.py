@@ -53,6 +53,15 @@ def narrowed(cache: torch.Tensor, heads: HeadShape, largest: HeadShape) -> torch
     return used.unflatten(1, (block_size, heads.num_kv_heads, heads.head_dim))
 
 
+def beyond(cache: torch.Tensor, heads: HeadShape, largest: HeadShape) -> torch.Tensor:
+    """Returns what `narrowed` leaves of a cache that has room for one more head than a layer has: [num_blocks,
+    block_size, head_dim], the end of each block. The cache is not rounded.
+    """
+    block_size = cache.shape[1]
+    rest = cache.flatten(1)[:, block_size * heads.num_kv_heads * heads.head_dim :]
+    return rest.unflatten(1, (block_size, largest.head_dim))
+
+
 def write(cache: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, block_size: int) -> None:
     """Writes the keys, or the values, [num_tokens, num_kv_heads, head_dim] of tokens to their KV slots."""
     num_tokens, num_kv_heads, head_dim = numbers.shape

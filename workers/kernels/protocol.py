@@ -186,8 +186,8 @@ class Forward(Protocol):
         each of these layers follows in a row: [num_tokens, (1 + len(taps)) * hidden].
 
         `residual` holds the embedded tokens, and may be overwritten. The same list of tables is the same numbers in the
-        same memory. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own (Gemma 4); None
-        for none.
+        same memory. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own (Gemma 4), or the
+        token ids, int64 [num_tokens], that layers look up n-grams of (Qwen4-Exp); None for none.
         """
         ...
 

@@ -15,7 +15,8 @@ import torch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig
+from manta.workers.models.block_indexer import BlockIndexerShape
+from manta.workers.models.model_config import ExpertsConfig, IndexerShape, LatentShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 if TYPE_CHECKING:
@@ -109,6 +110,27 @@ gives larger buffers back at once, and the system would zero new pages for the n
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class BlockIndexerWeights:
+    """The weights of `BlockIndexerSpec`."""
+
+    shape: BlockIndexerShape
+    projection: Linear
+    """hidden -> (num_heads + 1) * head_dim: the queries of all heads, then the key."""
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class DistanceWeights:
+    """The weights of `DistanceSpec`."""
+
+    numbers: Linear
+    """hidden -> num_heads * rank"""
+    profiles: torch.Tensor
+    """float32 [rank, distances]"""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class AttentionWeights:
     qkv: Linear
     """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
@@ -130,6 +152,12 @@ class AttentionWeights:
     """hidden -> num_heads * head_dim, or num_heads, whose sigmoids multiply the attended values; None in families
     without.
     """
+    indexer: BlockIndexerWeights | None = None
+    """The choice of blocks of tokens; None if attention reads all."""
+    convolutions: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 [channels, width], of keys and of values; None for none."""
+    distances: DistanceWeights | None = None
+    """Biases by distance; None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -178,6 +206,7 @@ class LatentAttentionWeights:
     tokens (`workers/decoders/latent_attention.py`).
     """
 
+    shape: LatentShape
     inputs: Linear
     query_norm: torch.Tensor | None
     queries: Linear | None
@@ -191,6 +220,8 @@ class LatentAttentionWeights:
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: Linear | None = None
     """hidden -> num_heads, whose sigmoids multiply the heads' values; None in families without."""
+    key_norm: torch.Tensor | None = None
+    """[rope_dim], of the rotated key before its rotation; None in families without."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -321,8 +352,27 @@ class NormGateWeights:
     """The weights of `NormGateSpec`."""
 
     down: Linear
-    """hidden -> rank, with its activation."""
+    """hidden -> rank"""
     up: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class NgramWeights:
+    """The weights of `NgramSpec`. Norms are [num_streams * hidden]."""
+
+    table_rows: tuple[int, ...]
+    """Rows of each table, which lie one after the other in `table`."""
+    multipliers: tuple[int, ...]
+    """The hash's factors on the last tokens, the newest first."""
+    table: Embedding
+    """Rows of all tables, int64 [n] -> [n, row_width]."""
+    keys: Linear
+    values: Linear
+    key_norm: torch.Tensor
+    query_norm: torch.Tensor
+    conv_norm: torch.Tensor
+    kernel: torch.Tensor
+    """float32 [channels, window + 1]: the taps with zeros between them."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -355,7 +405,7 @@ class ScalingWeights:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
-    """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
+    """A layer of `LayerSpec`: norms are tensors [hidden], [2, hidden] with a bias, or None where a family has none."""
 
     input_norm: torch.Tensor | None
     mixer: MixerWeights | None
@@ -377,6 +427,13 @@ class LayerWeights:
     mixer_scaling: ScalingWeights | None = None
     mlp_scaling: ScalingWeights | None = None
     joins_input: bool = False
+    stream_shares: tuple[Linear, Linear] | None = None
+    """all streams' norms -> num_streams, in float32; of the mixer, and of the MLP."""
+    ngrams: NgramWeights | None = None
+    convolutions: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 [hidden, width], of the mixer's results and of the MLP's; None for none."""
+    mlp_scale: float = 1.0
+    """Factor on the MLP's result."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -390,6 +447,8 @@ class DecoderWeights:
     streams: StreamsWeights | None = None
     embedding_scaling: tuple[torch.Tensor, torch.Tensor] | None = None
     """[hidden] each: biases, then factors on embeddings; None for none."""
+    final_gate: NormGateWeights | None = None
+    embedding_norm: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -53,6 +53,6 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 def _gate(config: ModelConfig, prefix: str) -> NormGateSpec:
     rank, hidden = config.norm_gate_rank, config.hidden_size
     return NormGateSpec(
-        LinearSpec((WeightPart(f"{prefix}.W_down", rank),), hidden, activation="silu"),
+        LinearSpec((WeightPart(f"{prefix}.W_down", rank),), hidden),
         LinearSpec((WeightPart(f"{prefix}.W_up", hidden),), rank),
     )

@@ -72,8 +72,10 @@ DRAFTING: dict[str, Callable[[ModelConfig], _StoredHead]] = {
     "Qwen3_5ForCausalLM": _of_qwen,
     "Qwen3_5MoeForCausalLM": _of_qwen,
     "DeepseekV3ForCausalLM": _of_deepseek,
+    "DeepseekV32ForCausalLM": _of_deepseek,
     "Glm4MoeForCausalLM": _of_deepseek,
     "Glm4MoeLiteForCausalLM": _of_deepseek,
+    "GlmMoeDsaForCausalLM": _of_deepseek,
     "MiMoV2FlashForCausalLM": _of_mimo,
 }
 """The head of each family, by architecture. Of several heads the first one is run."""
@@ -108,6 +110,7 @@ def draft_head_config(config: ModelConfig) -> ModelConfig:
         layer_states=(),
         layer_attends=(),
         experts=config.experts and msgspec.structs.replace(config.experts, dense_layers=dense_layers),
+        indexer=config.indexer and msgspec.structs.replace(config.indexer, shared_layers=()),
         num_unused_layers=0,
         num_trial_layers=1,
         is_draft_head=True,

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from manta.workers.models import llama
-from manta.workers.models.model_config import Eagle3Shape, ModelConfig
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.part_shapes import Eagle3Shape
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, LayerSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, WeightPart

@@ -6,7 +6,8 @@ import msgspec
 
 from manta.workers.models import bamba
 from manta.workers.models.dense import read_dense, read_head_dim, read_rope
-from manta.workers.models.model_config import ModelConfig, PartScales
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.part_shapes import PartScales
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import read_factors, read_state_space, state_space
 from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, SideBySideSpec

@@ -13,6 +13,7 @@ from manta.workers.models import (
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    dots3_note,
     eagle3,
     falcon_h1,
     falcon_mamba,
@@ -29,6 +30,7 @@ from manta.workers.models import (
     gpt_oss,
     granite,
     granite_hybrid,
+    inkling,
     jamba,
     kimi_linear,
     lara_mini,
@@ -58,7 +60,9 @@ from manta.workers.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    qwen4_exp,
     recurrent_gemma,
+    rwkv,
     seed_oss,
     smollm3,
     vaultgemma,
@@ -114,6 +118,7 @@ _MODULES: tuple[Family, ...] = (
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    qwen4_exp,
     lara_mini,
     gpt_oss,
     lfm2,
@@ -152,6 +157,9 @@ _MODULES: tuple[Family, ...] = (
     zamba2,
     zaya,
     xlstm,
+    inkling,
+    dots3_note,
+    rwkv,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

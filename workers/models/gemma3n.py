@@ -9,7 +9,8 @@ import msgspec
 
 from manta.workers.models import gemma4, llama
 from manta.workers.models.dense import FULL, SLIDING, read_dense, read_kinds, read_ropes_of_kinds, with_kinds
-from manta.workers.models.model_config import ModelConfig, StreamsConfig
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.part_shapes import StreamsConfig
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig
 from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, StreamsSpec, UpdatesSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, WeightPart

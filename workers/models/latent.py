@@ -88,6 +88,15 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     return llama.layer(config, index)._replace(mixer=attention(config, index, f"model.layers.{index}.self_attn"))
 
 
+def of_layer(config: ModelConfig, index: int) -> ModelConfig:
+    """Returns the model as its layer `index` sees it: with the latent attention, heads and rope of that layer."""
+    heads, rope = config.heads_of(index), config.ropes[index]
+    assert rope is not None
+    return msgspec.structs.replace(
+        config, latent=config.layer_latents[index], num_heads=heads.num_heads, head_dim=heads.head_dim, rope=rope
+    )
+
+
 def attention(config: ModelConfig, index: int, prefix: str, output: str = "o_proj") -> LatentAttentionSpec:
     """Returns the latent attention of a layer below `prefix`, whose linear to the residual stream has the name
     `output`.
@@ -112,6 +121,8 @@ def attention(config: ModelConfig, index: int, prefix: str, output: str = "o_pro
             queries = LinearSpec(_with_gates(config.num_heads, shape, part), 2 * shape.query_rank)
     to = WeightPart(f"{prefix}.{output}", hidden)
     return LatentAttentionSpec(
+        shape=shape,
+        head_dim=config.head_dim,
         inputs=LinearSpec((first, cached), hidden, config.qkv_bias),
         query_norm=query_norm,
         queries=queries,

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import msgspec
 import regex
 
+from manta.workers.models.block_indexer import BlockIndexerShape
+from manta.workers.models.ngrams import NgramShape
+from manta.workers.models.part_shapes import Eagle3Shape, PartScales, SharedBlocks, StreamsConfig
 from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -182,6 +185,11 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     @property
+    def query_dim(self) -> int:
+        """Width of a head's query."""
+        return self.plain_dim + self.rope_dim
+
+    @property
     def cached_dim(self) -> int:
         """Width of what is cached of a token for attention: the latent vector and the rotated key."""
         return self.kv_rank + self.rope_dim
@@ -208,16 +216,24 @@ class IndexerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
-    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`."""
+    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`, or without steps
+    `1 + rate * ln(max(1, (position + first) / period))`.
+    """
 
     rate: float
     period: int
     first: int = 0
     only_without_positions: bool = False
     """Whether only layers without a rope have it."""
+    has_steps: bool = True
+    """Whether it is the same for `period` positions."""
+    only_without_window: bool = False
+    """Whether only layers without a window have it (Inkling)."""
 
-    def is_of(self, rope: RopeConfig | None) -> bool:
-        """Returns whether a layer with this rope has it."""
+    def is_of(self, rope: RopeConfig | None, window: int | None) -> bool:
+        """Returns whether a layer with this rope and window has it."""
+        if self.only_without_window and window is not None:
+            return False
         return rope is None or not self.only_without_positions
 
 
@@ -234,6 +250,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that compute each token."""
     intermediate_size: int
     """The inner width of an expert."""
+    num_always_chosen: int = 0
+    """How many of the chosen experts, the last of all, are chosen for every token (Inkling)."""
     num_identity: int = 0
     """How many of the experts, the last ones, return what they get (LongCat-Flash)."""
     scores: str = "softmax"
@@ -269,62 +287,6 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_scores(self) -> int:
         """Number of the router's scores of a token."""
         return self.num_experts + self.may_skip
-
-
-class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of attention and an MLP that several layers share (Zamba)."""
-
-    owners: tuple[int | None, ...]
-    """The layer under whose name the checkpoint has the block of each layer; None for a layer without one."""
-    rank: int = 0
-    """The rank of what each layer adds to the weights of its block; 0 for nothing."""
-    adapts_attention: bool = False
-    """Whether layers add to the weights of attention too."""
-
-
-class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Several residual streams, of which each layer updates one and predicts the others (Gemma 3n)."""
-
-    num_streams: int
-    rank: int
-    """The rank of the residual beside attention."""
-    scales_outputs: bool
-    """Whether the first stream is scaled where a layer's own input is gated."""
-    gate_sparsities: tuple[float, ...]
-    """The part of gates that each layer's MLP turns off; 0 for none."""
-
-
-class Eagle3Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft head that reads the residual stream of its model between some layers (EAGLE-3), which
-    `workers/models/eagle3.py` describes.
-    """
-
-    taps: tuple[int, ...]
-    """The layers of the model whose inputs the head reads, ascending: `ModelConfig.taps` of the model."""
-    target_size: int
-    """Width of the model's residual stream."""
-    target_vocab_size: int
-    """Width of the model's logits, and number of tokens that the head reads. `ModelConfig.vocab_size` of the head is
-    the number of those that it drafts.
-    """
-    norms_stream: bool
-    """Whether the head's own residual stream begins after its norm, instead of before it."""
-    layer: str
-    """How the names of the tensors of the head's layer begin."""
-
-
-class PartScales(msgspec.Struct, frozen=True, kw_only=True):
-    """Factors inside the layers of Falcon-H1."""
-
-    attention_input: float
-    attention_output: float
-    keys: float
-    recurrent_input: float
-    recurrent_output: float
-    recurrent_parts: tuple[float, ...]
-    """Those on gates, x, B, C and time steps."""
-    mlp: tuple[float, ...]
-    """Those on the gates of the MLP, before their activation, and on its result."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,6 +338,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     recurrent: RecurrentShape | None = None
     """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
+    conv_width: int = 0
+    """Tokens that the convolutions of keys, values and results see in a family that has them (Inkling)."""
+    distance_rank: int = 0
+    """Numbers of each token and head of which a bias for each distance to another token is made (Inkling); 0 for no
+    such biases.
+    """
+    most_distance: int = 0
+    """Distance from which there is no bias, in layers without a window. With one it is the window."""
     conv_bias: bool = False
     """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"
@@ -390,6 +360,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     indexer: IndexerShape | None = None
     """The choice of the tokens that latent attention reads; None if it reads all."""
+    block_indexer: BlockIndexerShape | None = None
+    """The choice of the blocks of tokens that attention over keys and values reads; None if it reads all."""
     windows_are_chunks: bool = False
     """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
     query_growth: QueryGrowth | None = None
@@ -423,6 +395,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     layer_kv_heads: tuple[tuple[int, int], ...] = ()
     """Number and width of the KV heads of each layer, if layers differ. The width is that of query heads too."""
+    layer_num_heads: tuple[int, ...] = ()
+    """Number of query heads of each layer, if layers differ."""
+    layer_latents: tuple[LatentShape, ...] = ()
+    """The shape of latent attention of each layer, if layers differ: then a product of a query and a key has the factor
+    `query_dim ** -0.5`.
+    """
     kv_sources: tuple[int, ...] = ()
     """The layer whose cached keys and values each layer reads, if some read those of an earlier layer."""
     reader_mlp_factor: int = 1
@@ -441,6 +419,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks before recurrent mixers; None if there are none."""
     streams: StreamsConfig | None = None
     """The residual streams; None for one."""
+    num_gated_streams: int = 1
+    """Residual streams, whose gated norms are averaged for each part of a layer, and which share its result by weights
+    of their own (Qwen4-Exp); 1 for one stream.
+    """
+    ngrams: NgramShape | None = None
+    """Tables of n-grams whose rows layers add to these streams; None for none."""
     num_unused_layers: int = 0
     """Layers that the checkpoint has after the last: draft heads, which are no part of the model."""
     num_trial_layers: int = 1
@@ -462,14 +446,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def heads_of(self, layer: int) -> HeadShape:
         """Returns the heads of a layer."""
+        heads = self.heads
+        if self.layer_num_heads:
+            heads = heads._replace(num_heads=self.layer_num_heads[layer])
+        if self.layer_latents:
+            latent = self.layer_latents[layer]
+            heads = heads._replace(latent_dim=latent.kv_rank, scale=latent.query_dim**-0.5)
         if not self.layer_kv_heads:
-            return self.heads
+            return heads
         num_kv_heads, head_dim = self.layer_kv_heads[layer]
-        return self.heads._replace(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        return heads._replace(num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
     def largest_heads(self) -> HeadShape:
-        """The heads of a layer that caches the most, as much as every layer has room for."""
+        """The heads of a layer that caches the most, as much as every layer has room for. A block indexer's key has
+        the room of one more head.
+        """
+        if self.block_indexer is not None:
+            return self.heads._replace(num_kv_heads=self.num_kv_heads + 1)
         layers = range(self.num_layers) if self.layer_kv_heads else range(1)
         return max(map(self.heads_of, layers), key=lambda heads: (heads.num_kv_heads * heads.head_dim, heads))
 
@@ -516,6 +510,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             sliding_windows=self.sliding_windows[:num_layers],
             layer_ropes=self.layer_ropes[:num_layers],
             layer_kv_heads=self.layer_kv_heads[:num_layers],
+            layer_num_heads=self.layer_num_heads[:num_layers],
+            layer_latents=self.layer_latents[:num_layers],
             kv_sources=self.kv_sources[:num_layers],
             layer_states=self.layer_states[:num_layers],
             layer_attends=self.layer_attends[:num_layers],

@@ -22,10 +22,12 @@ _HEAD_DIM = 256
 _ROTARY_PART = 0.25
 
 
-def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ConfigError` as `read_dense` and `read_kinds` do."""
+def read_config(raw: RawConfig, rotary_part: float = _ROTARY_PART) -> ModelConfig:
+    """Reads the shape of a model. `rotary_part` is the part of each head that rotates if the configuration does not
+    say. Raises `ConfigError` as `read_dense` and `read_kinds` do.
+    """
     raw["rope_parameters"].object().ignore("mrope_section", "mrope_interleaved")  # text has one position for all three
-    rope = read_rope(raw, read_head_dim(raw, _HEAD_DIM), usual_part=_ROTARY_PART)
+    rope = read_rope(raw, read_head_dim(raw, _HEAD_DIM), usual_part=rotary_part)
     config = read_dense(raw, _HEAD_DIM, rope=rope)
     has_biases = raw["attention_bias"].flag(False)
     config = msgspec.structs.replace(config, qkv_bias=has_biases, output_bias=has_biases)

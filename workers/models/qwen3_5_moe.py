@@ -20,9 +20,13 @@ _INNER = 512
 
 def read_config(raw: RawConfig) -> ModelConfig:
     """Reads the shape of a model. Raises `ConfigError` as `qwen3_5.read_config` does."""
-    inner = raw["moe_intermediate_size"].whole(_INNER)
-    config = qwen3_5.read_config(raw.completed({"intermediate_size": inner}, {}))
+    config = qwen3_5.read_config(with_inner_size(raw))
     return with_experts(raw, config, num_experts=256, num_chosen=8)
+
+
+def with_inner_size(raw: RawConfig) -> RawConfig:
+    """Returns the configuration with the width of an MLP, which models without one leave out."""
+    return raw.completed({"intermediate_size": raw["moe_intermediate_size"].whole(_INNER)}, {})
 
 
 def with_experts(

@@ -22,6 +22,9 @@ class RecurrentKind(enum.Enum):
     LIGHTNING = "lightning"
     MATRIX_MEMORY = "matrix_memory"
     RG_LRU = "rg_lru"
+    TIME_MIXING = "time_mixing"
+    CHANNEL_MIXING = "channel_mixing"
+    """The part beside time mixing, in its module."""
     CONVOLVED_ATTENTION = "convolved_attention"
     """Attention behind convolutions, which `workers/decoders/convolved_attention.py` computes, with keys and values."""
 
@@ -68,6 +71,8 @@ class DeltaShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     least_log_decay: float = 0.0
     """Bound of the logarithms of decays, which are this number times sigmoids (Ling 3); 0 for softplus without a bound.
     """
+    has_sigmoid_gates: bool = False
+    """Whether sigmoids of gated delta nets' gates multiply their results, instead of SiLU (Qwen4-Exp)."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -263,6 +268,38 @@ class ConvolvedShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self
 
 
+class RwkvShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """RWKV-4 (Peng et al., 2023)."""
+
+    hidden_size: int
+    channels: int
+    """Channels of keys and values in time mixing."""
+    halving_period: int
+    """Blocks after which the residual stream is halved; 0 for never."""
+
+    @property
+    def state(self) -> StateShape:
+        """The state of time mixing, which `workers/decoders/mixers/time_mixing.py` describes."""
+        of_channels = (self.channels, 1)
+        tensors = ((self.hidden_size, 1), (self.channels, 2, 1), of_channels, of_channels, (self.channels, 1, 2))
+        return StateShape(tensors, kept_whole=(self.hidden_size, 0, 0, 0, 0))
+
+    @property
+    def window(self) -> StateShape:
+        """The state of channel mixing: the last hidden state."""
+        return StateShape(((self.hidden_size, 1),), kept_whole=(self.hidden_size,))
+
+    def share(self, num_ranks: int) -> RwkvShape:
+        return msgspec.structs.replace(self, channels=self.channels // num_ranks)
+
+
 RecurrentShape = (
-    DeltaShape | StateSpaceShape | SelectiveShape | LightningShape | MatrixMemoryShape | RgLruShape | ConvolvedShape
+    DeltaShape
+    | StateSpaceShape
+    | SelectiveShape
+    | LightningShape
+    | MatrixMemoryShape
+    | RgLruShape
+    | ConvolvedShape
+    | RwkvShape
 )

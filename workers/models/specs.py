@@ -10,9 +10,22 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from manta.workers.models.model_config import IndexerShape
+from manta.workers.models.block_indexer import BlockIndexerSpec
+from manta.workers.models.model_config import IndexerShape, LatentShape
+from manta.workers.models.ngrams import NgramSpec
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
+
+
+class DistanceSpec(NamedTuple):
+    """Biases on the products of queries and keys that depend on their distance (Inkling): `numbers(x) @ profiles` is
+    the bias for each distance.
+    """
+
+    numbers: LinearSpec
+    """The linear from hidden states to the numbers of all query heads."""
+    profiles: TensorSpec
+    """[rank, distances]"""
 
 
 class AttentionSpec(NamedTuple):
@@ -38,6 +51,14 @@ class AttentionSpec(NamedTuple):
     """Norm of each value head over its dimension (Gemma 4)."""
     value_dim: int | None = None
     """Width of a value, if it is narrower than a key (MiMo-V2)."""
+    indexer: BlockIndexerSpec | None = None
+    """The choice of blocks of tokens; None if attention reads all (Qwen4-Exp)."""
+    convolutions: tuple[TensorSpec, TensorSpec] | None = None
+    """The filters [channels, 1, width] of convolutions over keys and over values, whose results are added to these;
+    None for none (Inkling).
+    """
+    distances: DistanceSpec | None = None
+    """Biases by distance; None for none."""
 
     @property
     def reads_other_layer(self) -> bool:
@@ -51,12 +72,20 @@ class AttentionSpec(NamedTuple):
 
     def linears(self) -> Iterator[LinearSpec]:
         yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
+        if self.indexer is not None:
+            yield from self.indexer.linears()
+        if self.distances is not None:
+            yield self.distances.numbers
 
     def norms(self) -> Iterator[NormSpec]:
         yield from (norm for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
+        if self.indexer is not None:
+            yield from self.indexer.norms()
 
     def tensors(self) -> Iterator[TensorSpec]:
-        yield from ()  # a model's parameters are counted without sinks
+        yield from self.convolutions or ()  # a model's parameters are counted without sinks
+        if self.distances is not None:
+            yield self.distances.profiles
 
 
 class ShortConvSpec(NamedTuple):
@@ -123,8 +152,12 @@ class IndexerSpec(NamedTuple):
 
 
 class LatentAttentionSpec(NamedTuple):
-    """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
+    """Latent attention. Ranks split the heads. Each has the whole latent vector."""
 
+    shape: LatentShape
+    """The sizes of this layer's attention."""
+    head_dim: int
+    """Width of a cached token (`ModelConfig.latent`)."""
     inputs: LinearSpec
     """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
     cached latent vector with the key that rotates.
@@ -141,6 +174,8 @@ class LatentAttentionSpec(NamedTuple):
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: LinearSpec | None = None
     """The linear from hidden states to a number for each head, whose sigmoid multiplies its values; None for none."""
+    key_norm: NormSpec | None = None
+    """The norm of the key that rotates, before its rotation; None if there is none (dots3.note)."""
 
     def linears(self) -> Iterator[LinearSpec]:
         linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
@@ -152,6 +187,8 @@ class LatentAttentionSpec(NamedTuple):
         if self.query_norm is not None:
             yield self.query_norm
         yield self.latent_norm
+        if self.key_norm is not None:
+            yield self.key_norm
         if self.indexer is not None:
             yield self.indexer.key_norm
 
@@ -425,6 +462,20 @@ class LayerSpec(NamedTuple):
     mlp_scaling: ScalingSpec | None = None
     joins_input: bool = False
     """Whether the mixer reads the layer's own input and the norm of the residual stream, side by side (EAGLE-3)."""
+    stream_shares: tuple[LinearSpec, LinearSpec] | None = None
+    """The linears from the norms of all residual streams to a number for each stream. Twice its sigmoid multiplies what
+    is added to the stream: the mixer's result, and the MLP's. None in families with one stream (Qwen4-Exp).
+    """
+    ngrams: NgramSpec | None = None
+    """The tables whose rows are added before the mixer; None for none."""
+    convolutions: tuple[TensorSpec, TensorSpec] | None = None
+    """The filters [hidden, 1, width] of convolutions over the mixer's results and over the MLP's, which are added to
+    these; None for none (Inkling).
+    """
+    mlp_scale: str | None = None
+    """The tensor [1] that multiplies the MLP's result; None for none."""
+    stream_scale: float = 1.0
+    """Factor on the residual stream after a layer without `scalar` (RWKV)."""
 
     @property
     def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
@@ -442,21 +493,23 @@ class LayerSpec(NamedTuple):
         yield from (norm for norm in around if norm is not None)
         if self.own_input is not None:
             yield self.own_input.norm
-        for part in (self.beside, self.mixer, self.block, self.updates):
+        for part in (self.beside, self.mixer, self.block, self.updates, self.ngrams):
             if part is not None:
                 yield from part.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
         others = self.updates, self.shortcut, *self.norm_gates
-        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, *others):
+        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.ngrams, *others):
             if part is not None:
                 yield from part.linears()
+        yield from self.stream_shares or ()
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yields every other tensor of the layer that counts as a parameter."""
         if self.mixer is not None:
             yield from self.mixer.tensors()
+        yield from self.convolutions or ()
 
 
 class DecoderSpec(NamedTuple):
@@ -476,6 +529,10 @@ class DecoderSpec(NamedTuple):
     """Beginnings of the names of tensors that checkpoints may have and no token needs."""
     embedding_scaling: tuple[str, str] | None = None
     """The tensors [hidden] of biases and factors on embeddings; None for none."""
+    final_gate: NormGateSpec | None = None
+    """The gate on the result of `final_norm`, which is that of several residual streams; None for none."""
+    embedding_norm: NormSpec | None = None
+    """The norm of embeddings; None for none."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
@@ -484,12 +541,16 @@ class DecoderSpec(NamedTuple):
             yield self.layer_inputs.projection
         if self.streams is not None:
             yield from (*self.streams.spread, *self.streams.gather)
+        if self.final_gate is not None:
+            yield from self.final_gate.linears()
         for layer in self.layers:
             yield from layer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the model."""
         yield self.final_norm
+        if self.embedding_norm is not None:
+            yield self.embedding_norm
         for layer in self.layers:
             yield from layer.norms()
 

@@ -44,6 +44,7 @@ TEXT_FAMILIES = {
     "deepseek_v2": TextFamily("DeepseekV2ForCausalLM", Sizes(102400, 4096, 11008, 32, 32, None, 2048)),
     "deepseek_v3": TextFamily("DeepseekV3ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 4096)),
     "deepseek_v32": TextFamily("DeepseekV32ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 163840)),
+    "dots3_note_text": TextFamily("Dots3NoteForCausalLM", Sizes(152064, 5120, 13824, 46, 128, None, 524288)),
     "emu3_text_model": TextFamily(
         "LlamaForCausalLM", Sizes(184622, 4096, 14336, 32, 32, 8, 9216), {"rms_norm_eps": 1e-05, "rope_theta": 1e6}
     ),
@@ -97,6 +98,7 @@ TEXT_FAMILIES = {
         },
     ),
     "granitemoehybrid": TextFamily("GraniteMoeHybridForCausalLM", Sizes(32000, 4096, 11008, 32, 32, None, 2048)),
+    "inkling_text": TextFamily("InklingForCausalLM", Sizes(201024, 6144, 24576, 66, 64, 8, 131072)),
     "internlm3": TextFamily("LlamaForCausalLM", Sizes(128512, 4096, 10240, 48, 32, 2, 32768), {"rms_norm_eps": 1e-05}),
     "iquestcoder": TextFamily(
         "LlamaForCausalLM", Sizes(76800, 5120, 27648, 80, 40, 8, 131072), {"rms_norm_eps": 1e-05}
@@ -175,7 +177,9 @@ TEXT_FAMILIES = {
     "qwen3_vl_text": TextFamily(
         "Qwen3ForCausalLM", Sizes(151936, 4096, 22016, 32, 32, None, 128000), {"rope_theta": 500000.0}
     ),
+    "qwen4_exp_text": TextFamily("Qwen4ExpForCausalLM", Sizes(248320, 2048, None, 40, 16, 2, 32768)),
     "recurrent_gemma": TextFamily("RecurrentGemmaForCausalLM", Sizes(256000, 2560, 7680, 26, 10, None, None)),
+    "rwkv": TextFamily("RwkvForCausalLM", Sizes(50277, 4096, None, 32, None, None, None)),
     "seed_oss": TextFamily("SeedOssForCausalLM", Sizes(155136, 4096, 27648, 64, 80, 8, 524288)),
     "smollm3": TextFamily("SmolLM3ForCausalLM", Sizes(128256, 2048, 11008, 36, 16, 4, 32768)),
     "vaultgemma": TextFamily("VaultGemmaForCausalLM", Sizes(256000, 2304, 9216, 26, 8, 4, 8192)),

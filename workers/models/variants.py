@@ -48,6 +48,8 @@ class Variant(enum.Enum):
     LIGHTNING = "lightning attention"
     MATRIX_MEMORY = "matrix memories"
     GATED_LINEAR_UNITS = "real-gated linear recurrent units"
+    TIME_MIXING = "time mixing"
+    CHANNEL_MIXING = "channel mixing"
     SHARED_BLOCKS = "blocks that layers share"
     CONVOLVED_ATTENTION = "attention behind convolutions"
     DEEP_ROUTER = "routers behind an MLP"
@@ -59,6 +61,9 @@ class Variant(enum.Enum):
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
+    NGRAMS = "rows of tables of n-grams"
+    DISTANCES = "biases by the distance of tokens"
+    CONVOLVED_RESULTS = "convolutions of keys, values and results"
     JOINED_INPUT = "layers that read an embedding beside the residual stream"
     DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -86,6 +91,11 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
+            Variant.NGRAMS,
+            Variant.DISTANCES,
+            Variant.CONVOLVED_RESULTS,
+            Variant.TIME_MIXING,
+            Variant.CHANNEL_MIXING,
         }
     ),
     "tpu": frozenset(
@@ -95,6 +105,11 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
             Variant.STREAMS,
+            Variant.NGRAMS,
+            Variant.DISTANCES,
+            Variant.CONVOLVED_RESULTS,
+            Variant.TIME_MIXING,
+            Variant.CHANNEL_MIXING,
             Variant.JOINED_INPUT,
             Variant.DRAFT_HEAD,
             Variant.EXPERTS_BESIDE,
@@ -120,6 +135,8 @@ OF_KINDS = {
     RecurrentKind.LIGHTNING: Variant.LIGHTNING,
     RecurrentKind.MATRIX_MEMORY: Variant.MATRIX_MEMORY,
     RecurrentKind.RG_LRU: Variant.GATED_LINEAR_UNITS,
+    RecurrentKind.TIME_MIXING: Variant.TIME_MIXING,
+    RecurrentKind.CHANNEL_MIXING: Variant.CHANNEL_MIXING,
     RecurrentKind.CONVOLVED_ATTENTION: Variant.CONVOLVED_ATTENTION,
 }
 """The variants of kinds of recurrent mixers that not every device with recurrent states computes."""
@@ -151,11 +168,14 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.GATED_NORMS: config.norm_gate_rank > 0,
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
-        Variant.SPARSE: config.indexer is not None,
-        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
+        Variant.SPARSE: config.indexer is not None or config.block_indexer is not None,
+        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.layer_num_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
-        Variant.STREAMS: config.streams is not None,
+        Variant.STREAMS: config.streams is not None or config.num_gated_streams > 1,
+        Variant.NGRAMS: config.ngrams is not None,
+        Variant.DISTANCES: config.distance_rank > 0,
+        Variant.CONVOLVED_RESULTS: config.conv_width > 0,
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,

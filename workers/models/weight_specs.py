@@ -45,6 +45,8 @@ class NormSpec(NamedTuple):
     """Whether there is a tensor. Otherwise the weight is one."""
     elsewhere: str | None = None
     """The name in checkpoints that store it under another one; None if all have one name."""
+    has_bias: bool = False
+    """Whether the tensor `NAME.bias` [size] is added to the result (RWKV)."""
 
 
 class TensorSpec(NamedTuple):

@@ -82,6 +82,7 @@ WRAPPERS = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": Wrapper("qwen3_omni_moe_text"),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl_text"),
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe_text"),
+    "Qwen4ExpForConditionalGeneration": Wrapper("qwen4_exp_text"),
     "SmolVLMForConditionalGeneration": Wrapper("llama"),
     "VideoLlama3ForConditionalGeneration": Wrapper("qwen2"),
     "VideoLlavaForConditionalGeneration": Wrapper("llama"),

@@ -7,7 +7,8 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import bamba, llama
-from manta.workers.models.model_config import ModelConfig, SharedBlocks
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.part_shapes import SharedBlocks
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, output, read_selective_scan
 from manta.workers.models.recurrent_shapes import RecurrentKind, SelectiveShape

@@ -10,7 +10,8 @@ import msgspec
 
 from manta.workers.models import bamba
 from manta.workers.models.dense import read_dense, read_rope, trial_layers
-from manta.workers.models.model_config import ModelConfig, SharedBlocks
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.part_shapes import SharedBlocks
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, StateSpaceKeys, StateSpaceSizes, read_state_space, state_space
 from manta.workers.models.specs import (

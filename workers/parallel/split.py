@@ -54,11 +54,13 @@ def check_num_ranks(config: ModelConfig, num_ranks: int, exact: bool = False, ex
 
 def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: bool) -> str | None:
     """Returns the part of the model that cannot be split evenly, for an error message; None if all can."""
-    if config.num_heads % num_ranks:
-        return f"the {config.num_heads} attention heads"
+    for num_heads in (config.num_heads, *config.layer_num_heads):
+        if num_heads % num_ranks:
+            return f"the {num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
         return f"the {config.num_kv_heads} KV heads"
-    if len({num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}) > 1:
+    kv_heads = {num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}
+    if len(kv_heads) > 1 and any(num_kv_heads % num_ranks for num_kv_heads in kv_heads):
         return "the different numbers of KV heads of the layers"
     experts = config.experts
     inner_sizes = [config.intermediate_size]
@@ -108,6 +110,7 @@ def shard_config(config: ModelConfig, num_ranks: int, expert_parallel: bool = Fa
         config,
         experts=experts,
         layer_kv_heads=tuple((max(1, count // num_ranks), width) for count, width in config.layer_kv_heads),
+        layer_num_heads=tuple(count // num_ranks for count in config.layer_num_heads),
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, config.num_kv_heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-import statistics
 from typing import overload
 
 import msgspec
@@ -32,6 +31,7 @@ from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     DeepRouterWeights,
+    DistanceWeights,
     DraftHeadWeights,
     Eagle3Weights,
     Embedding,
@@ -54,9 +54,6 @@ from manta.workers.kernels.weights import (
     SharedLinears,
     ShortConvWeights,
     SideBySideWeights,
-    SparseGates,
-    StreamsWeights,
-    UpdatesWeights,
 )
 from manta.workers.models.draft_heads import DraftHeadSpec
 from manta.workers.models.eagle3 import Eagle3Spec
@@ -65,6 +62,7 @@ from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DeepRouterSpec,
+    DistanceSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
@@ -80,10 +78,8 @@ from manta.workers.models.specs import (
     ScalingSpec,
     SharedBlockSpec,
     SideBySideSpec,
-    StreamsSpec,
-    UpdatesSpec,
 )
-from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 from manta.workers.parallel.group import Group, OneRank, rank_shard
 from manta.workers.parallel.sharded_layers import (
     ExactExpertsOfRanks,
@@ -96,8 +92,19 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.stream_loader import (
+    Readers,
+    load_block_indexer,
+    load_ngrams,
+    load_shares,
+    load_streams,
+    load_updates,
+)
 from manta.workers.torch_worker.weight_content import weight_content
 from manta.workers.torch_worker.weight_platform import WeightPlatform
+
+_ALWAYS = 1e30
+"""A bias with which an expert is chosen for every token."""
 
 
 def load_model(
@@ -204,9 +211,11 @@ class WeightLoader:
         layers = [self._layer(layer) for layer in self.spec.layers]
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
-        streams = None if self.spec.streams is None else self._streams(self.spec.streams)
+        streams = load_streams(self.spec.streams, self._readers)
         scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling)
+        gate = self._norm_gate(self.spec.final_gate)
+        embedding_norm = self._norm(self.spec.embedding_norm)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -234,31 +243,6 @@ class WeightLoader:
         embedding, tied_head = self._embedding()
         return embedding, (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
 
-    def _streams(self, spec: StreamsSpec) -> StreamsWeights:
-        return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
-
-    def _updates(self, spec: UpdatesSpec, mlp: GatedMlpSpec | ExpertsSpec | None) -> UpdatesWeights:
-        assert isinstance(mlp, GatedMlpSpec)
-        hidden, scale = self._config.hidden_size, None
-        if spec.output_scale is not None:
-            scale = self.linears.read_vector(spec.output_scale, hidden, Split.NOTHING)
-            scale = self._platform.place_weight(scale, self._dtype)
-        left, right = spec.low_rank
-        return UpdatesWeights(
-            self._norm(spec.router_norm),
-            self._plain_linear(spec.router),
-            self._plain_linear(spec.prediction),
-            self._plain_linear(spec.correction),
-            scale,
-            (self._linear(left), self._linear(right)),
-            self._norm(spec.low_rank_norm),
-            self._sparse_gates(mlp.gated) if mlp.gated.gate_sparsity else None,
-        )
-
-    def _sparse_gates(self, spec: LinearSpec) -> SparseGates:
-        deviations = statistics.NormalDist().inv_cdf(spec.gate_sparsity)
-        return SparseGates(spec.out_features // 2, deviations, SquaresOverRanks(self._group, self._exact))
-
     def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
         qkv = self._with_low_rank(self._of_block(spec.attention.qkv), spec.attention_adapter)
         gate_up = self._with_low_rank(self._of_block(spec.mlp.gated), spec.mlp_adapter)
@@ -283,12 +267,19 @@ class WeightLoader:
         return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
 
     def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
-        read = self.linears.read_table(spec.table, spec.width)
+        table = self._table(spec.table, spec.width)
+        return LayerInputsWeights(table, self._linear(spec.projection), self._norm(spec.norm))
+
+    def _table(self, part: WeightPart, width: int) -> Embedding:
+        """Returns the lookup of a table [num_rows, width]."""
+        read = self.linears.read_table(part, width)
         if isinstance(read, QuantizedWeight):
-            embedding = self._quantized_embedding(read)
-        else:
-            embedding = functools.partial(look_up, self._platform.place_embedding(read, self._dtype), self._dtype)
-        return LayerInputsWeights(embedding, self._linear(spec.projection), self._norm(spec.norm))
+            return self._quantized_embedding(read)
+        return functools.partial(look_up, self._platform.place_embedding(read, self._dtype), self._dtype)
+
+    @property
+    def _readers(self) -> Readers:
+        return Readers(self._linear, self._plain_linear, self._norm, self._tensor, self._vector, self._table)
 
     def _layer_input(self, spec: LayerInputSpec) -> LayerInputWeights:
         return LayerInputWeights(self._linear(spec.gate), self._linear(spec.projection), self._norm(spec.norm))
@@ -305,15 +296,19 @@ class WeightLoader:
             spec.stream_factors,
             None if spec.beside is None else self._beside(spec.beside),
             None if spec.own_input is None else self._layer_input(spec.own_input),
-            1.0 if spec.scalar is None else self._scalar(spec.scalar),
+            spec.stream_scale if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
-            None if spec.updates is None else self._updates(spec.updates, spec.mlp),
+            load_updates(spec.updates, spec.mlp, self._readers, SquaresOverRanks(self._group, self._exact)),
             None if spec.shortcut is None else self._experts(spec.shortcut),
             self._norm_gate(spec.input_gate),
             self._norm_gate(spec.mlp_gate),
             self._scaling(spec.mixer_scaling),
             self._scaling(spec.mlp_scaling),
             spec.joins_input,
+            load_shares(spec.stream_shares, self._readers),
+            load_ngrams(spec.ngrams, self._config.ngrams, self._readers),
+            self._filters(spec.convolutions),
+            1.0 if spec.mlp_scale is None else self._scalar(spec.mlp_scale),
         )
 
     def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
@@ -324,8 +319,12 @@ class WeightLoader:
 
     def _vectors(self, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors [hidden] in the model's dtype."""
-        first, second = (self.linears.read_vector(name, self._config.hidden_size, Split.NOTHING) for name in names)
-        return self._platform.place_weight(first, self._dtype), self._platform.place_weight(second, self._dtype)
+        first, second = map(self._vector, names)
+        return first, second
+
+    def _vector(self, name: str) -> torch.Tensor:
+        stored = self.linears.read_vector(name, self._config.hidden_size, Split.NOTHING)
+        return self._platform.place_weight(stored, self._dtype)
 
     def _scalar(self, name: str) -> float:
         stored = self._checkpoint.view(name, (1,))
@@ -385,7 +384,10 @@ class WeightLoader:
         name = spec.choice_bias
         if name is None or (spec.may_lack_choice_bias and name not in self._checkpoint):
             return None
-        return self._of_experts(name)
+        assert self._config.experts is not None
+        num_always_chosen = self._config.experts.num_always_chosen
+        bias = self._numbers(name, self._config.experts.num_scores - num_always_chosen)
+        return torch.cat((bias, _ALWAYS * torch.arange(num_always_chosen, 0, -1, device=bias.device)))
 
     def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
         """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
@@ -413,15 +415,14 @@ class WeightLoader:
         return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
-        shape = self._config.latent
-        assert shape is not None
         inputs = self._adapted(spec.inputs)
         queries = None if spec.queries is None else self._adapted(spec.queries)
         expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
-        keys, values = cached_layout(expansion, shape, self._config.head_dim)
+        keys, values = cached_layout(expansion, spec.shape, spec.head_dim)
         if self._exact:
             values = values.contiguous()  # its kernel would copy them in every step
         weights = LatentAttentionWeights(
+            shape=spec.shape,
             inputs=inputs,
             query_norm=self._norm(spec.query_norm),
             queries=queries,
@@ -431,6 +432,7 @@ class WeightLoader:
             output=self._adapted(spec.output),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer),
             gate=None if spec.gate is None else self._adapted(spec.gate),
+            key_norm=self._norm(spec.key_norm),
         )
         self._checkpoint.release()
         return weights
@@ -491,7 +493,17 @@ class WeightLoader:
             reads_other_layer=spec.reads_other_layer,
             value_dim=spec.value_dim,
             gate=None if spec.gate is None else self._adapted(spec.gate),
+            indexer=load_block_indexer(spec.indexer, self._readers),
+            convolutions=self._filters(spec.convolutions),
+            distances=None if spec.distances is None else self._distances(spec.distances),
         )
+
+    def _distances(self, spec: DistanceSpec) -> DistanceWeights:
+        return DistanceWeights(self._adapted(spec.numbers), self._tensor(spec.profiles))
+
+    def _filters(self, specs: tuple[TensorSpec, TensorSpec] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the filters [channels, width] of two convolutions."""
+        return None if specs is None else (self._tensor(specs[0]), self._tensor(specs[1]))
 
     @overload
     def _norm(self, spec: NormSpec) -> torch.Tensor: ...
@@ -500,7 +512,7 @@ class WeightLoader:
     def _norm(self, spec: NormSpec | None) -> torch.Tensor | None: ...
 
     def _norm(self, spec: NormSpec | None) -> torch.Tensor | None:
-        """Returns a copy in the model's dtype, or None where there is no norm."""
+        """Returns a copy in the model's dtype, followed by the bias if there is one; None where there is no norm."""
         if spec is None:
             return None
         if not spec.is_stored:
@@ -508,6 +520,8 @@ class WeightLoader:
         other = None if spec.elsewhere is None else f"{spec.elsewhere}.weight"
         name = other if other is not None and other in self._checkpoint else f"{spec.name}.weight"
         weight = self._checkpoint.view(name, (spec.size,))
+        if spec.has_bias:
+            weight = torch.stack((weight, self._checkpoint.view(f"{spec.name}.bias", (spec.size,))))
         if spec.order is not None:
             weight = weight[spec.order.rows(spec.size)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)

@@ -32,7 +32,9 @@ def gated_delta(
     shape, tensors = weights.shape, weights.tensors
     assert isinstance(shape, DeltaShape)
     projected = weights.inputs["input"].forward(x, metadata)
-    normed = kernels.delta_step(projected, tensors, shape, _NORM_EPS, states, step)
+    normed = None
+    if not shape.has_sigmoid_gates:
+        normed = kernels.delta_step(projected, tensors, shape, _NORM_EPS, states, step)
     if normed is None:
         normed = _delta_net(projected.float(), tensors, shape, step, states, kernels, x.dtype).to(x.dtype)
     return weights.output.forward(normed, metadata)
@@ -64,7 +66,7 @@ def _delta_net(
         states[1],
         step,
     )
-    return kernels.gated_norm(outputs, gate, tensors["norm"], shape.norm_eps)
+    return kernels.gated_norm(outputs, gate, tensors["norm"], shape.norm_eps, has_sigmoid=shape.has_sigmoid_gates)
 
 
 def delta_heads(

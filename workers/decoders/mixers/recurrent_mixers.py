@@ -15,6 +15,7 @@ from manta.workers.decoders.mixers.matrix_memory import matrix_memory
 from manta.workers.decoders.mixers.rg_lru import rg_lru
 from manta.workers.decoders.mixers.selective_scan import selective_scan
 from manta.workers.decoders.mixers.state_space import state_space
+from manta.workers.decoders.mixers.time_mixing import channel_mixing, time_mixing
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrent_step import RecurrentStep
@@ -48,4 +49,6 @@ MIXERS: dict[RecurrentKind, RecurrentMixer] = {
     RecurrentKind.LIGHTNING: lightning,
     RecurrentKind.MATRIX_MEMORY: matrix_memory,
     RecurrentKind.RG_LRU: rg_lru,
+    RecurrentKind.TIME_MIXING: time_mixing,
+    RecurrentKind.CHANNEL_MIXING: channel_mixing,
 }

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2 (Liquid AI, 2025)."""
+"""The gated short convolution of LFM2 (Liquid AI, 2025), and the plain one that Inkling adds to its input."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def run_short_conv(
     b, c, x = weights.input.forward(normed, metadata).float().chunk(3, dim=-1)
     convolved = kernels.convolve(b * x, weights.kernel, weights.bias, states[0], step)
     return weights.output.forward((c * convolved).to(normed.dtype), metadata)
+
+
+def with_convolution(
+    x: torch.Tensor, kernel: torch.Tensor, state: torch.Tensor, step: RecurrentStep, kernels: RecurrentKernels
+) -> torch.Tensor:
+    """Returns rows x [num_tokens, channels] and their convolution, added, and writes the step's states, float32
+    [num_slots, channels, width - 1].
+    """
+    wide = x.float()
+    return (kernels.convolve(wide, kernel, None, state, step) + wide).to(x.dtype)

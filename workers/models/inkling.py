@@ -1,0 +1,204 @@
+"""Inkling (Thinking Machines, 2026), its text decoder: attention without positions, whose products have a bias for each
+distance, in layers of which most have a window. Short convolutions are added to keys, to values, and to the results of
+attention and MLP. Experts that compute every token take part in the sum that divides the others' scores.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from manta.workers.models import llama
+from manta.workers.models.dense import FULL, SLIDING, read_dense, trial_layers, with_kinds
+from manta.workers.models.experts import experts, read_dense_layers, read_num_experts
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig, QueryGrowth
+from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.recurrent_shapes import StateShape
+from manta.workers.models.row_places import ExpertRows
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, DistanceSpec, ExpertsSpec, GatedMlpSpec, LayerSpec
+from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
+
+ARCHITECTURE = "InklingForCausalLM"
+
+_HEAD_DIM, _WINDOW, _PERIOD = 128, 512, 6
+_KINDS = {"hybrid": FULL, "hybrid_sliding": SLIDING}
+"""The kinds of layers by their names in configurations."""
+_SHARED = 2
+"""The usual number of experts that compute every token."""
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` does, and for layers with windows that have
+    other query heads than the others.
+    """
+    raw.ignore("number_of_conv_states", "rms_norm_eps_moe_gate")
+    raw.ignore("num_mtp_layers", "mtp_local_layer_ids", "chain_hidden_post_norm", "mtp_hidden_states_first")
+    raw = _respelled(raw)
+    vocab_size, unpadded = raw["vocab_size"].whole(), raw["unpadded_vocab_size"]
+    if unpadded.whole(vocab_size) < vocab_size:
+        raise unpadded.refused("left out, or at least vocab_size")
+    config = read_dense(raw, _HEAD_DIM, kv_heads=(raw["num_key_value_heads"].whole(8), raw["head_dim"].even(_HEAD_DIM)))
+    for key, own in (("swa_num_attention_heads", config.num_heads), ("swa_head_dim", config.head_dim)):
+        raw[key].whole(own, least=own, most=own)
+    num_kv_heads = {FULL: config.num_kv_heads, SLIDING: raw["swa_num_key_value_heads"].whole(16)}
+    for kind, key in ((FULL, "num_key_value_heads"), (SLIDING, "swa_num_key_value_heads")):
+        if config.num_heads % num_kv_heads[kind]:
+            raise raw[key].refused(f"a divisor of the {config.num_heads} attention heads")
+    kinds, width = _read_kinds(raw, config.num_layers), raw["conv_kernel_size"].whole(4, least=2)
+    floor = raw["log_scaling_n_floor"]
+    rate = raw["log_scaling_alpha"].number(0.1, least=0)
+    growth = QueryGrowth(rate=rate, period=floor.whole(1), first=1, has_steps=False, only_without_window=True)
+    config = with_kinds(config, kinds, raw["sliding_window_size"].whole(_WINDOW), dict.fromkeys(_KINDS.values()))
+    return msgspec.structs.replace(
+        config,
+        attention_scale=1 / config.head_dim,
+        layer_kv_heads=tuple((num_kv_heads[kind], config.head_dim) for kind in kinds),
+        layer_states=tuple(_state(num_kv_heads[kind], config, width) for kind in kinds),
+        conv_width=width,
+        distance_rank=raw["d_rel"].whole(16),
+        most_distance=raw["rel_extent"].whole(1024),
+        query_growth=None if floor.value is None else growth,
+        logits_scale=1 / raw["logits_mup_width_multiplier"].number(24.0),
+        experts=_read_experts(raw, config),
+        num_trial_layers=max(config.num_trial_layers, _first_layers(raw, kinds)),
+    )
+
+
+def _respelled(raw: RawConfig) -> RawConfig:
+    """Returns the configuration with the keys of transformers' class, of which published files have other spellings."""
+    names = {
+        "max_position_embeddings": ("model_max_length", 131072),
+        "sliding_window_size": ("sliding_window", _WINDOW),
+        "conv_kernel_size": ("sconv_kernel_size", 4),
+        "n_routed_experts": ("num_local_experts", 256),
+    }
+    dense, inner = raw["dense_intermediate_size"].value, raw["intermediate_size"].value
+    if dense is not None:  # then the other width is that of experts
+        raw = raw.completed({}, {"intermediate_size": dense, "moe_intermediate_size": inner})
+    return raw.respelled(names)
+
+
+def _read_kinds(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
+    listed, local = raw["layer_types"], raw["local_layer_ids"]
+    if listed.value is not None:
+        kinds = tuple(_KINDS[kind.one_of(*_KINDS)] for kind in listed.items())
+        if len(kinds) != num_layers:
+            raise listed.refused(f"a list of {num_layers} kinds, one for each layer")
+        return kinds
+    windows = [layer for layer in range(num_layers) if (layer + 1) % _PERIOD]
+    windows = windows if local.value is None else [*local.wholes(least=0)]
+    return tuple(SLIDING if layer in windows else FULL for layer in range(num_layers))
+
+
+def _first_layers(raw: RawConfig, kinds: tuple[str, ...]) -> int:
+    """Returns the number of first layers among which is one of every kind with each kind of MLP."""
+    dense_layers = _dense_layers(raw, len(kinds))
+    return trial_layers([(kind, layer in dense_layers) for layer, kind in enumerate(kinds)])
+
+
+def _dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+    return read_dense_layers(raw, num_layers, raw["dense_mlp_idx"], usual=0)
+
+
+def _state(num_kv_heads: int, config: ModelConfig, width: int) -> StateShape:
+    """Returns the windows of the convolutions of keys, values, and both results. Ranks split the first two."""
+    cached, whole = (num_kv_heads, config.head_dim, width - 1), (config.hidden_size, width - 1)
+    return StateShape((cached, cached, whole, whole), kept_whole=(0, 0, config.hidden_size, config.hidden_size))
+
+
+def _read_experts(raw: RawConfig, config: ModelConfig) -> ExpertsConfig:
+    """Experts that compute every token are the last ones, which are always chosen."""
+    num_experts, num_shared = read_num_experts(raw, 256, "n_routed_experts"), raw["n_shared_experts"].whole(_SHARED)
+    raw["shared_expert_sink"].only(True)
+    return ExpertsConfig(
+        num_experts=num_experts + num_shared,
+        num_chosen=raw["num_experts_per_tok"].whole(6, most=num_experts) + num_shared,
+        num_always_chosen=num_shared,
+        intermediate_size=raw["moe_intermediate_size"].whole(3072),
+        scores="sigmoid",
+        normalises=True,
+        scale=raw["route_scale"].number(8.0),
+        dense_layers=_dense_layers(raw, config.num_layers),
+    )
+
+
+def describe(config: ModelConfig) -> DecoderSpec:
+    spec = llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+    return spec._replace(embedding_norm=NormSpec("model.embed_tokens.embed_norm", config.hidden_size))
+
+
+def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    usual, prefix, sizes = llama.layer(config, index), f"model.layers.{index}", config.experts
+    assert sizes is not None
+    is_dense = index in sizes.dense_layers
+    return usual._replace(
+        mixer=_attention(config, index, f"{prefix}.self_attn"),
+        mlp=usual.mlp if is_dense else _experts(config, sizes, f"{prefix}.mlp"),
+        mlp_scale=f"{prefix}.mlp.global_scale" if is_dense else f"{prefix}.mlp.gate.global_scale",
+        convolutions=(
+            _filter(config, f"{prefix}.attn_sconv", config.hidden_size, Split.NOTHING),
+            _filter(config, f"{prefix}.mlp_sconv", config.hidden_size, Split.NOTHING),
+        ),
+    )
+
+
+def _filter(config: ModelConfig, prefix: str, channels: int, split: Split) -> TensorSpec:
+    return TensorSpec(f"{prefix}.conv1d.weight", (channels, 1, config.conv_width), split)
+
+
+def _attention(config: ModelConfig, index: int, prefix: str) -> AttentionSpec:
+    heads, hidden, window = config.heads_of(index), config.hidden_size, config.sliding_windows[index]
+    channels = heads.num_kv_heads * heads.head_dim
+    qkv = (
+        WeightPart(f"{prefix}.q_proj", heads.num_heads * heads.head_dim, Split.QUERY_HEADS),
+        WeightPart(f"{prefix}.k_proj", channels, Split.KV_HEADS),
+        WeightPart(f"{prefix}.v_proj", channels, Split.KV_HEADS),
+    )
+    output = WeightPart(f"{prefix}.o_proj", hidden)
+    numbers = WeightPart(f"{prefix}.r_proj", heads.num_heads * config.distance_rank, Split.QUERY_HEADS)
+    profiles = (config.distance_rank, config.most_distance if window is None else window)
+    return AttentionSpec(
+        qkv=LinearSpec(qkv, hidden),
+        output=LinearSpec((output,), heads.num_heads * heads.head_dim, splits_inputs=True),
+        q_norm=NormSpec(f"{prefix}.q_norm", heads.head_dim),
+        k_norm=NormSpec(f"{prefix}.k_norm", heads.head_dim),
+        convolutions=(
+            _filter(config, f"{prefix}.k_sconv", channels, Split.KV_HEADS),
+            _filter(config, f"{prefix}.v_sconv", channels, Split.KV_HEADS),
+        ),
+        distances=DistanceSpec(
+            LinearSpec((numbers,), hidden), TensorSpec(f"{prefix}.rel_logits_proj.proj", profiles, Split.NOTHING)
+        ),
+    )
+
+
+def _experts(config: ModelConfig, sizes: ExpertsConfig, prefix: str) -> ExpertsSpec:
+    """Returns all experts of a layer. Those that compute every token have a tensor for each of their three linears."""
+    num_shared = sizes.num_always_chosen
+    usual = experts(config, prefix, are_stacked=True, choice_bias="gate.e_score_correction_bias")
+    num_routed = sizes.num_experts - num_shared
+    routed = tuple(_among(expert, num_routed) for expert in usual.experts[:num_routed])
+    shared = tuple(_shared(config, f"{prefix}.shared_experts", expert, num_shared) for expert in range(num_shared))
+    return usual._replace(experts=(*routed, *shared))
+
+
+def _among(expert: GatedMlpSpec, num_experts: int) -> GatedMlpSpec:
+    """Returns an expert of `num_experts` that are one tensor."""
+    return GatedMlpSpec(
+        *(linear._replace(parts=tuple(_of(part, num_experts) for part in linear.parts)) for linear in expert)
+    )
+
+
+def _of(part: WeightPart, num_experts: int) -> WeightPart:
+    assert part.expert is not None
+    return part._replace(expert=part.expert._replace(num_experts=num_experts))
+
+
+def _shared(config: ModelConfig, prefix: str, expert: int, num_shared: int) -> GatedMlpSpec:
+    assert config.experts is not None
+    usual, place = (
+        llama.mlp(config, prefix, config.experts.intermediate_size),
+        ExpertRows(expert, num_shared, are_rows=True),
+    )
+    return GatedMlpSpec(
+        *(linear._replace(parts=tuple(part._replace(expert=place) for part in linear.parts)) for linear in usual)
+    )
