@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -70,6 +70,7 @@ class Engine:
 
     async def resolve(self, spec: ConstraintSpec, client: str) -> tuple[ConstraintSpec, list[str]]:
         self._world.call()
+        await asyncio.sleep(self._world.answer_s)
         return spec, [self.name]
 
     async def connect(self, address: Address) -> None:
@@ -158,7 +159,9 @@ class Broadcast:
 class World:
     """Two engines, and one stream before them."""
 
-    def __init__(self, application: str, times: TakeoverTimes) -> None:
+    def __init__(
+        self, application: str, times: TakeoverTimes, is_removed: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
         self.known: Replicas = known_replicas(application)
         self.engines = {name: Engine(name, self) for name in ("first", "second")}
         self.known.set_running("engine", self.engines)
@@ -167,11 +170,14 @@ class World:
         self.num_frozen = 0
         """Requests whose engine is still to freeze before it acknowledges them."""
         self.num_calls = 0
+        self.answer_s = 0.0
+        """Seconds that an engine takes to answer a question."""
         self.order: list[Engine] = []
         """The engine of each request that reached one."""
         self.metrics = Metrics("m")
+        ends = {} if is_removed is None else {"is_removed": is_removed}
         self.client = EngineClient(
-            Handle(self, application), Tokenizer(checkpoint("llama")), "127.0.0.1", self.metrics, times=times
+            Handle(self, application), Tokenizer(checkpoint("llama")), "127.0.0.1", self.metrics, times=times, **ends
         )
 
     def call(self) -> None:
@@ -325,18 +331,15 @@ async def test_another_engine_answers_what_a_dying_one_was_asked() -> None:
 
 
 @async_test
-async def test_requests_and_questions_end_with_their_application() -> None:
-    world = World("takeover ended", LOOKING)
-
-    async def yes() -> bool:
+async def test_requests_end_with_their_application_and_questions_wait_while_it_lives() -> None:
+    async def is_removed() -> bool:
         return True
 
-    world.client._is_removed = yes
-    slow = asyncio.ensure_future(asyncio.sleep(1.2 * REMOVAL_POLL_S, "an answer"))
-    assert await world.client._one_answer(slow) == "an answer", "engines run"
+    world = World("takeover ended", LOOKING, is_removed)
+    world.answer_s = 1.2 * REMOVAL_POLL_S
+    _, (name,) = await world.client.resolve(ConstraintSpec(kind="regex", text="a"))
+    assert name in world.engines
     world.known.set_running("engine", [])
-    with pytest.raises(Unavailable, match="the application was ended"):
-        await world.client._one_answer(asyncio.ensure_future(asyncio.sleep(PATIENCE_S)))
     async with world.submitted() as submission:
         with pytest.raises(Unavailable, match="the application was ended"):
             await anext(aiter(submission))
