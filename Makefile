@@ -11,6 +11,8 @@
 #   make fuzz ARGS=--numbers [MINUTES=10]  extreme numbers in schemas, options and a model's files
 #   make families                          a table of every decoder of transformers: served, or refused and why
 #   make soak [MINUTES=30]                  memory and delays of a server under constant mixed load
+#   make deaths [MINUTES=20]                processes die under streams: what their pauses consist of
+#   make alerts                             which alerts fire and clear under injected faults, and when
 #   make package [PACKAGE=folder]           sdist and wheel in .work/package/dist, tried in an empty environment
 #   make lint | make clean | make constraints
 #
@@ -30,7 +32,7 @@ LOG := .venv/install.log
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test lint bench gpu-check prove families fuzz soak check clean install package constraints
+.PHONY: serve test lint bench gpu-check prove families fuzz soak deaths alerts check clean install package constraints
 .DEFAULT_GOAL := serve
 
 # Tests start hundreds of processes. Where this is set, as in many containers, each would compile all its sources anew,
@@ -88,6 +90,12 @@ fuzz: $(STAMP)
 
 soak: $(STAMP)
 	@$(BIN)/python -m benchmarks.soak $(if $(MINUTES),--minutes '$(MINUTES)') $(ARGS)
+
+deaths: $(STAMP)
+	@$(BIN)/python -m tests.serve.deaths $(if $(MINUTES),--minutes '$(MINUTES)') $(ARGS)
+
+alerts: $(STAMP)
+	@$(BIN)/python -m tests.telemetry.live_alerts $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .prove .fuzz .soak build *.egg-info

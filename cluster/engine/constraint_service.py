@@ -82,6 +82,10 @@ class ConstraintService:
                 self._compiler, self.pool = compiler, pool
             return self._compiler
 
+    def can_fill(self) -> bool:
+        """Returns whether a worker of the pool has started. Only the thread that runs steps may ask."""
+        return self.pool is not None and self.pool.has_started()
+
     def close(self) -> None:
         """Ends the processes and threads of the compiler and the pool. Without it, they end with this object."""
         for end in self._ends:

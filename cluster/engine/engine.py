@@ -450,6 +450,7 @@ class Engine:
             deadline=deadline,
             num_branches=request.num_branches,
             num_prompt_logprobs=request.num_prompt_logprobs,
+            is_continued=request.continued is not None,
         )
         if not request.continued:
             yield sequence

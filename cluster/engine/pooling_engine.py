@@ -3,8 +3,8 @@
 A step is a batch of texts by tokens. Between two layers of a step, requests that have just come and are short run at
 once, as long as they have fewer tokens than the step: a text beside a batch of a thousand so waits for one layer, not
 for the batch. `cluster/serve/engine/pooling_replica.py` runs the steps in a thread of their own, and
-`cluster/text/offline_pooling.py` in its caller's. `add` and `abort` may be called in any thread; one thread at a time
-runs steps.
+`cluster/text/offline_pooling.py` in its caller's. `add`, `abort` and questions about the state may come from any
+thread; one thread at a time runs steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.deadline import StepWatch
 from manta.cluster.engine.pooling_queue import OnEnd, PoolingJob, PoolingQueue, Turn
 from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult, check_text
 from manta.cluster.engine.stats import ConstraintStats, DraftCounts, EngineStats, GrammarPoolStats
@@ -79,6 +80,8 @@ class PoolingEngine:
         """Whether the model fails at any text."""
         self._num_steps = 0
         self._progress_at = time.monotonic()
+        self.watch = StepWatch()
+        """Watches the steps, with those that run between their layers."""
 
     # ---- in any thread -------------------------------------------------------------------------------------------
 
@@ -108,6 +111,16 @@ class PoolingEngine:
         with self._has_work:
             self._has_work.wait_for(lambda: self._queue.num_tokens > 0, timeout_s)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether a step is so late that it may hang, so that texts had better go to another engine."""
+        return self.watch.is_late()
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a step hangs that only the end of this process ends."""
+        return self.watch.is_hung()
+
     def stats(self) -> EngineStats:
         with self._has_work:
             num_waiting, num_running = self._queue.num_jobs, self._num_running
@@ -128,6 +141,7 @@ class PoolingEngine:
             num_steps_without_progress=0,
             seconds_since_progress=0.0 if is_idle else time.monotonic() - self._progress_at,
             alive=not self.is_broken,
+            is_away=self.is_away,
             num_constraints_compiled=0,
             num_late_rows=0,
             num_dead_ends=0,
@@ -156,8 +170,14 @@ class PoolingEngine:
             self._end(job, PoolingResult(refusal=refusal))
         if not turns:
             return False
-        self._spare = sum(len(turn.text.token_ids) for turn in turns)
-        self._run(turns, is_outer=True)
+        self._spare = num_tokens = sum(len(turn.text.token_ids) for turn in turns)
+        self.watch.begin(num_tokens)
+        try:
+            self._run(turns, is_outer=True)
+        except ModelBroken:
+            self.watch.forget()
+            raise
+        self.watch.end()
         self._spare = 0
         return True
 

@@ -141,6 +141,17 @@ class Branch(NamedTuple):
     token_id: int
 
 
+class Waits(msgspec.Struct, array_like=True, gc=False):
+    """Seconds that a continued request spent in its engine before its first token."""
+
+    prepare_s: float
+    """From the arrival of its call until its constraint was compiled and its adapter was held."""
+    queue_s: float
+    """From then until the step that began to compute it."""
+    compute_s: float
+    """From then until the end of the step that drew its first token."""
+
+
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """The output that one step added to one choice of a request."""
 
@@ -162,3 +173,5 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """Token counts so far; set with the first tokens, after a step that verified drafts, and with `finish`."""
     is_refusal: bool = False
     """Whether the request's own parameters caused `error`."""
+    waits: Waits | None = None
+    """Set by a replica with the first tokens of a continued request."""

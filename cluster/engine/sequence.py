@@ -103,6 +103,8 @@ class Sequence:
     """The most sequences that `Scheduler.branch` may put in its place; 0 if the engine draws its tokens."""
     has_given_way: bool = False
     """Whether it lost its place to another client's request; it then takes no other sequence's place."""
+    is_continued: bool = False
+    """Whether another engine admitted it before. It then goes before those that this engine has not begun."""
     is_paused: bool = False
     """Whether it waits for `Scheduler.branch`: it has reported the log-probabilities of its next token, or a step under
     way will.

@@ -9,6 +9,9 @@ clients have requests waiting, each starts choices in proportion to its weight.
 A client with one request at a time does not wait for others to end: its request goes first, and the client with the
 most places loses one. A sequence that lost its place so waits for its turn and takes nobody's place; otherwise two
 sequences could preempt each other forever.
+
+A sequence that another engine admitted, and that continues here, gets the turn and the arrival of the last one that has
+started: its client waits for the next token, so it goes behind those that run and before all others.
 """
 
 from __future__ import annotations
@@ -47,23 +50,27 @@ class Turns:
         self._next: dict[str, float] = {}
         """Clients, each with the turn after its last request."""
         self._num_arrivals = 0
+        self._last_started = 0
+        """The highest arrival number of a sequence that has started to run."""
         self._without_loner: tuple[object, ...] = ()
         """The state in which the last search found no client with a single request; it need not be searched again."""
 
     def give(self, sequence: Sequence) -> None:
         """Sets the turn and the arrival number of a sequence; its client uses one turn for each choice."""
-        sequence.arrival = self._num_arrivals
+        sequence.arrival = self._last_started if sequence.is_continued else self._num_arrivals
         self._num_arrivals += 1
         if not sequence.client:
             return
-        sequence.turn = max(self._reached, self._next.get(sequence.client, 0.0))
-        self._next[sequence.client] = sequence.turn + sequence.num_places / sequence.weight
+        turn = max(self._reached, self._next.get(sequence.client, 0.0))
+        sequence.turn = self._reached if sequence.is_continued else turn
+        self._next[sequence.client] = turn + sequence.num_places / sequence.weight
         if len(self._next) > KEPT_CLIENTS:
             self._next = {client: turn for client, turn in self._next.items() if turn > self._reached}
 
     def reach(self, sequence: Sequence) -> None:
         """Notes that the sequence begins to run."""
         self._reached = max(self._reached, sequence.turn)
+        self._last_started = max(self._last_started, sequence.arrival)
 
     def promote_next(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
         """Returns the next sequence to admit, or None. That is the first sequence in `waiting` that is not paused, or a
@@ -71,14 +78,14 @@ class Turns:
 
         If the client of the first sequence runs already, another client's only request is promoted: it moves to the
         front of `waiting`. A request is promoted only if it has the same priority, its client runs nothing, and it
-        never lost its place.
+        never lost its place. None is promoted before a request that another engine admitted.
         """
         first = next((sequence for sequence in waiting if not sequence.is_paused), None)
         if first is None:
             return None
         clients = {sequence.client for sequence in running}
         state = self._num_arrivals, len(waiting), clients
-        if first.client not in clients or state == self._without_loner:
+        if first.is_continued or first.client not in clients or state == self._without_loner:
             return first
         counts = Counter(sequence.client for sequence in waiting)
         for loner in waiting:

@@ -266,6 +266,10 @@ class GrammarPool:
         )
         session.num_held = len(session.tokens)
 
+    def has_started(self) -> bool:
+        """Returns whether a worker has started, so that masks are filled. Sessions that come earlier wait for that."""
+        return any(worker.transport.is_ready() for worker in self.workers.active)
+
     def _load(self, worker: PoolWorker) -> tuple[bool, bool, int]:
         """Sort key: started workers first, late ones after the others, then by number of sessions."""
         return not worker.transport.is_ready(), self._is_late(worker), len(worker.sessions)
@@ -342,14 +346,19 @@ class GrammarPool:
                 self._ask(session, target)
 
     def _other_worker(self, source: PoolWorker) -> PoolWorker | None:
-        """Another worker that has started and is not late. Otherwise a new one, while there are fewer than twice
-        `num_workers`; else None.
+        """Another worker that has started and is not late, or None. If there is none, a new one starts, while there are
+        fewer than twice `num_workers`. Sessions stay where they are until it has started: a process takes seconds, and
+        on a busy machine all workers may be late for a moment.
         """
         others = [worker for worker in self.workers.active if worker is not source]
         best = min(others, key=self._load, default=None)
         if best is not None and self._load(best)[:2] == (False, False):
             return best
-        return self.workers.add() if len(self.workers.active) < 2 * self.num_workers else None
+        is_starting = any(not worker.transport.is_ready() for worker in others)
+        if is_starting or len(self.workers.active) >= 2 * self.num_workers:
+            return None
+        added = self.workers.add()
+        return added if added is not None and added.transport.is_ready() else None
 
     def _replace(self, worker: PoolWorker) -> None:
         """Abandons a worker; other workers rebuild its sessions."""

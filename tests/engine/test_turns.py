@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine
-from manta.cluster.engine.request import EngineRequest
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, Usage
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.turns import KEPT_CLIENTS, Turns
 from manta.cluster.errors import QueueFull
@@ -85,6 +86,29 @@ def test_a_full_queue_still_takes_a_newcomers_request() -> None:
         add("c0", "c")  # the next name of one client, perhaps: an eighth more than the queue, and then no more
     while engine.has_unfinished:
         engine.step()
+
+
+@pytest.mark.parametrize("clients", ["   ", "aab"])
+def test_what_another_engine_admitted_goes_before_what_waits(clients: str) -> None:
+    """Behind the one that runs, whose tokens would have to be computed again. Two of them keep their order."""
+    config = EngineConfig(model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20, max_num_sequences=1)
+    engine, ends = Engine(config), list[str]()
+
+    def add(name: str, client: str, continued: list[ContinuedChoice] | None = None) -> None:
+        asked = EngineRequest(request_id=name, prompt_token_ids=[5], params=SHORT, client=client.strip())
+        engine.add_request(msgspec.structs.replace(asked, continued=continued))
+
+    for number, client in enumerate(clients):
+        add(str(number), client)
+        if not number:
+            ends += [output.request_id for output in engine.step() if output.finish]
+    add("begun", clients[0], [ContinuedChoice(0, [7], Usage(1, 1, 0))])
+    add("admitted", clients[0], [])
+    add("late", clients[0])
+    while engine.has_unfinished:
+        ends += [output.request_id for output in engine.step() if output.finish]
+    assert ends[:3] == ["0", "begun", "admitted"]
+    assert sorted(ends[3:]) == ["1", "2", "late"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -39,7 +39,9 @@ from tests.clients.__main__ import PROGRAMS
 from tests.fuzz.__main__ import main as fuzz
 from tests.house.pages import ROOT, blocks
 from tests.patience import PATIENCE_S
+from tests.serve import deaths
 from tests.server import Server
+from tests.telemetry import live_alerts
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 
@@ -320,6 +322,18 @@ def asks_clients(command: str, manual: Manual) -> None:
     assert set(names) <= set(PROGRAMS)
 
 
+def runs_under_deaths(command: str, manual: Manual) -> None:
+    """Its flags; `tests/serve/test_resume.py` does the same in `make prove`."""
+    words = shlex.split(manual.recipe(command)[-1].partition("-m tests.serve.deaths")[2])
+    takes_its_flags(command, deaths.main, words)
+
+
+def raises_alerts(command: str, manual: Manual) -> None:
+    """Its flags; `tests/telemetry/test_live_alerts.py` does the same in `make prove`."""
+    words = shlex.split(manual.recipe(command)[-1].partition("-m tests.telemetry.live_alerts")[2])
+    takes_its_flags(command, live_alerts.main, words)
+
+
 def soaks(command: str, manual: Manual) -> None:
     """Its flags; `tests/house/test_soak.py` runs one in `make prove`."""
     words = shlex.split(manual.recipe(command)[-1].partition("-m benchmarks.soak")[2])
@@ -503,6 +517,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make fuzz ARGS=--http": fuzzes,
     'make fuzz ARGS="--device tpu"': fuzzes,
     "make soak MINUTES=30": soaks,
+    "make deaths MINUTES=20": runs_under_deaths,
+    "make alerts": raises_alerts,
     "npm install --prefix tests/clients": installs_clients,
     ".venv/bin/python -m tests.clients codex opencode": asks_clients,
     "make package": builds_a_package,

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 AT_RAYS_NICENESS = """
-import asyncio, os, sys
+import asyncio, os, sys, threading
 
 import psutil
 
@@ -27,9 +27,11 @@ from manta.cluster.http.exchange.prompts import encode
 from manta.cluster.text.tokenizer import LONG_TEXT, Tokenizer
 from manta.structured.compiling.compiler import Compiler
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec
+from manta.structured.low_priority import call_aside
 from manta.structured.vocabulary import Vocabulary
 
 os.nice(15)
+assert call_aside(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == 19
 folder = sys.argv[1]
 text = "a word or two " * LONG_TEXT
 assert len(asyncio.run(encode(Tokenizer(folder), text, False, len(text), "prompt"))) > LONG_TEXT

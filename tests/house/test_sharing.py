@@ -39,7 +39,6 @@ OWN = {
     "test_node_faults": PROVED,
     "test_node_tls": PROVED,
     "test_other_systems": PROVED,
-    "test_live_alerts": PROVED,
     "test_loopback": PROVED,
     "test_private_files": "looks at the files of a start",
     "test_quantised_server": PROVED,

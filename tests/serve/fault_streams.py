@@ -305,13 +305,17 @@ class Application:
 
         wait_until(serves, poll_s=0.5)  # a look asks every engine
 
-    def takeovers(self) -> list[dict[str, Any]]:
-        """Returns the request log's entries of streams that went on on another engine, longest pause first."""
+    def events(self) -> list[dict[str, Any]]:
+        """Returns the events in the request logs of all ingresses and engines, those that have ended included."""
         folder = logs_folder()
         assert folder is not None
-        files = log_folder(folder, APP).glob("ingress-*.jsonl*")
-        entries = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-        found = [entry for entry in entries if entry.get("event") == "resumed"]
+        files = log_folder(folder, APP).glob("*.jsonl*")
+        entries = (json.loads(line) for path in files for line in path.read_text().splitlines() if '"event"' in line)
+        return [entry for entry in entries if "event" in entry]
+
+    def takeovers(self) -> list[dict[str, Any]]:
+        """Returns the events of streams that went on on another engine, longest pause first."""
+        found = [entry for entry in self.events() if entry["event"] == "resumed"]
         return sorted(found, key=lambda entry: -sum(entry[f"{phase}_s"] for phase in TAKEOVER_PHASES))
 
     def until_nothing_is_left(self) -> None:

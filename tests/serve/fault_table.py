@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S, wait_until
 from tests.serve.fault_streams import ENGINE, GRAMMAR_ACTOR, INGRESS, RANK, Application, Setup, Stream, Streams
+from tests.serve.pauses import Death, Pause, longest_pauses
 from tests.serve.resuming_client import History, ResumingClient, Verdict, as_stream, check, read_all
 
 NUM_REPETITIONS = 20 if PROVE else 1
@@ -303,7 +305,13 @@ class Disturbance(NamedTuple):
     """What came of streams under random faults."""
 
     verdict: Verdict
-    num_faults: dict[str, int]
+    faults: list[Death]
+    histories: list[History]
+
+    @property
+    def num_faults(self) -> Counter[str]:
+        """Number of faults by kind."""
+        return Counter(fault.kind for fault in self.faults)
 
 
 def disturb(
@@ -318,7 +326,7 @@ def disturb(
     random too. The next fault waits until the application has recovered from the one before, ranks included.
     """
     chooser, until = random.Random(1), time.monotonic() + seconds
-    num_faults, kinds = dict.fromkeys(faults, 0), itertools.cycle(faults)
+    done, kinds = list[Death](), itertools.cycle(faults)
     histories: list[list[History]] = [[] for _ in range(num_clients)]
 
     def keep_reading(number: int) -> None:
@@ -335,13 +343,15 @@ def disturb(
         application.until_running(setup.num_engines, setup.num_ingresses)
         application.until_serving(setup.num_engines)
         kind = next(kinds)
+        begun = time.time()
         faults[kind](chooser)
-        num_faults[kind] += 1
+        done.append(Death(begun, kind))
     for thread in threads:
         thread.join()
     application.until_running(setup.num_engines, setup.num_ingresses)
     expected = [undisturbed[number % len(undisturbed)] for number, read in enumerate(histories) for _ in read]
-    return Disturbance(check([history for read in histories for history in read], expected), num_faults)
+    found = [history for read in histories for history in read]
+    return Disturbance(check(found, expected), done, found)
 
 
 def hold_histories(
@@ -356,13 +366,15 @@ def hold_histories(
     `longest_s` on a machine without other work.
     """
     application.deploy(setup)
-    verdict, num_faults = disturb(application, setup, undisturbed, 64, HISTORY_S, faults)
+    disturbance = disturb(application, setup, undisturbed, 64, HISTORY_S, faults)
+    verdict, num_faults = disturbance.verdict, {kind: disturbance.num_faults[kind] for kind in faults}
     p50_s, p99_s = (verdict.pauses_s[int(share * len(verdict.pauses_s))] for share in (0.5, 0.99))
     record_property("faults", num_faults)
     record_property("streams, events, bytes", f"{verdict.num_streams}, {verdict.num_events}, {verdict.num_bytes}")
     record_property("lost, twice, different", f"{len(verdict.lost)}, {len(verdict.twice)}, {len(verdict.different)}")
     record_property("pause p50, p99, max, s", f"{p50_s:.4f}, {p99_s:.3f}, {verdict.pauses_s[-1]:.1f}")
-    record_takeovers(application.takeovers(), record_property)
+    for number, pause in enumerate(explained(application, disturbance), 1):
+        record_property(f"pause {number}", pause.words())
     wrong = [*verdict.lost, *verdict.twice, *verdict.different]
     assert verdict.is_good, "\n".join(
         [f"{verdict.num_streams} streams under {num_faults}, pause p99 {p99_s:.3f} s", *wrong]
@@ -372,8 +384,14 @@ def hold_histories(
     application.until_nothing_is_left()
 
 
+def explained(application: Application, disturbance: Disturbance) -> list[Pause]:
+    """Returns the longest pauses of streams, by their parts."""
+    return longest_pauses(disturbance.histories, application.events(), disturbance.faults, count=NUM_SHOWN_TAKEOVERS)
+
+
 def undisturbed_streams(application: Application) -> list[Stream]:
     streams = application.start_streams().join()
-    assert [stream.error for stream in streams] == [None] * len(streams)
+    errors = [stream.error for stream in streams if stream.error]
+    assert not errors, errors
     assert all(stream.is_complete for stream in streams)
     return streams

@@ -42,9 +42,13 @@ class History:
 
     path: str
     body: dict[str, Any]
+    request_id: str = ""
+    """Name of the request in the server's log."""
     stream_id: str = ""
     events: list[Seen] = dataclasses.field(default_factory=list)
     num_connections: int = 0
+    attempts: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    """Connections that broke and answers that asked to retry, each with its time on `time.monotonic`'s clock."""
     problems: list[str] = dataclasses.field(default_factory=list)
     """Answers that no client expects."""
 
@@ -62,7 +66,7 @@ class ResumingClient:
     """Asks for one stream and reads it to its end over as many connections as it takes, each to one of `ports`."""
 
     def __init__(self, ports: Sequence[int], path: str, body: dict[str, Any], seed: int, key: str = "") -> None:
-        self.history = History(path, body)
+        self.history = History(path, body, f"client-{random.getrandbits(64):016x}")
         self._ports = ports
         self._chooser = random.Random(seed)
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -81,7 +85,8 @@ class ResumingClient:
         while not self.history.has_ended and not self.history.problems and time.monotonic() < self._deadline:
             try:
                 self.read_once(cut(self._chooser))
-            except (OSError, http.client.HTTPException, ValueError, AttributeError):
+            except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+                self.history.attempts.append((time.monotonic(), type(error).__name__))
                 time.sleep(0.01)  # the connection broke, or a socket was closed under its reader
         return self.history
 
@@ -99,7 +104,8 @@ class ResumingClient:
         port = self._chooser.choice(self._ports)
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         if not history.stream_id:
-            headers = {**self._headers, "X-Resumable-S": f"{self.unread_s:g}"}
+            named = {"X-Request-Id": history.request_id, "X-Resumable-S": f"{self.unread_s:g}"}
+            headers = {**self._headers, **named}
             self._connection.request("POST", history.path, json.dumps(history.body), headers)
         else:
             last = history.events[-1].number if history.events else -1
@@ -113,6 +119,7 @@ class ResumingClient:
         response = self._connection.getresponse()
         content = response.read() if response.status != 200 else b""
         if response.status in (429, 502, 503) or content == PROXYS_ERROR:
+            history.attempts.append((time.monotonic(), str(response.status)))
             time.sleep(REFUSAL_PAUSE_S)
             return
         if response.status != 200:

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, EngineHello, OutputReceiver
 from manta.cluster.serve.engine import burst, engine_replica, step_thread
 from manta.cluster.serve.engine.engine_deployment import DeployedEngine
@@ -22,6 +22,7 @@ from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.routing import replicas as routing_replicas
 from manta.cluster.serve.routing.request_router import EngineRouter
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.grammar_pool.transport import ThreadTransport
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.patience import PATIENCE_S, until
@@ -108,6 +109,22 @@ def test_an_engine_beside_others_is_ready_when_it_compiles(
     assert new_replica().engine.stats().num_constraints_compiled == int(others_serve)
 
 
+def test_an_engine_beside_others_is_ready_when_it_fills_masks(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
+) -> None:
+    """Grammar workers in other processes take seconds to start."""
+    monkeypatch.setattr(engine_replica, "has_siblings", lambda: True)
+    looks = list[bool]()
+
+    def starts_late(_: object) -> bool:
+        looks.append(True)
+        return len(looks) > 20
+
+    monkeypatch.setattr(ThreadTransport, "is_ready", starts_late)
+    new_replica()
+    assert len(looks) > 20
+
+
 def test_held_results_are_sent_before_shutdown(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
     monkeypatch.setattr(step_thread, "HOLD_S", 60.0)
 
@@ -149,6 +166,33 @@ def test_tokens_use_the_channel_results_the_call(new_replica: Replicas) -> None:
             assert result.finish is FinishStatus.FINISHED_LENGTH
             assert result.usage is not None
             assert result.usage.num_output_tokens == 24
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_tells_what_a_continued_request_waited_for(new_replica: Replicas) -> None:
+    """Its first tokens say so. Other outputs say nothing."""
+    choice = ContinuedChoice(0, reference_greedy(checkpoint("llama"), PROMPT, 4), Usage(len(PROMPT), 4, 0))
+    moved = msgspec.structs.replace(request("moved", 8), continued=[choice])
+
+    async def scenario() -> None:
+        replica, ingress = new_replica(max_num_sequences=1), Ingress()
+        address = await ingress.receiver.start()
+        running = asyncio.ensure_future(replica.generate(request("new"), address))
+        await ingress.first()
+        began = time.monotonic()
+        await replica.generate(moved, address)
+        seconds = time.monotonic() - began
+        await running
+        await until(lambda: sum(output.finish is not None for output in ingress.outputs) == 2)
+        first, *others = sorted(ingress.outputs, key=lambda output: output.waits is None)
+        assert first.request_id == "moved"
+        assert [output.waits for output in others] == [None] * len(others)
+        assert first.waits is not None
+        waited = msgspec.structs.astuple(first.waits)
+        assert min(waited) >= 0
+        assert sum(waited) <= seconds
+        assert first.waits.queue_s == max(waited), "it waited for the only place"
 
     asyncio.run(scenario())
 

@@ -23,6 +23,7 @@ from manta.cluster.serve.routing.replicas import own_node
 from manta.structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
+from tests.serve.deaths import EVERYTHING
 from tests.serve.fault_streams import APP, CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
 from tests.serve.fault_table import (
     ANOTHER_S,
@@ -78,7 +79,6 @@ RANKS_STANDBY = msgspec.structs.replace(RANKS, num_standbys=1)
 ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
 PAIRS = Setup(num_ingresses=2, options={"constraints": {"compile_seconds": 60}})
 PAIRS_ACTORS = msgspec.structs.replace(PAIRS, options=ACTORS.options)
-EVERYTHING = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}, "tensor_parallel_size": 2})
 BROKEN = Setup(options={"logits_processors": {"missing": "no.such.module:Processor"}})
 """A version whose engines do not start."""
 ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage, Waits
 from manta.cluster.errors import Unavailable
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES, Metrics
@@ -32,8 +33,9 @@ from manta.cluster.serve.channel.token_channel import (
     request_format,
 )
 from manta.cluster.serve.requests.engine_client import EngineClient
+from manta.cluster.serve.requests.run_watch import REMOVAL_POLL_S
 from manta.cluster.serve.requests.submission import Submission
-from manta.cluster.serve.requests.takeover import TakeoverTimes
+from manta.cluster.serve.requests.takeover import Takeover, TakeoverTimes
 from manta.cluster.serve.routing.replicas import ChosenReplica, Replicas, known_replicas
 from manta.cluster.serve.routing.request_router import UnaryReplica
 from manta.cluster.text.tokenizer import Tokenizer
@@ -64,6 +66,10 @@ class Engine:
 
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
         self._world.call()
+        if self._world.num_frozen:
+            self._world.num_frozen -= 1
+            self.is_silent = True
+            return await asyncio.Future()
         await self.connect(address)
         self._take(request)
         return await asyncio.Future()  # it is cancelled with the call
@@ -92,6 +98,7 @@ class Engine:
 
     async def resolve(self, spec: ConstraintSpec, client: str) -> tuple[ConstraintSpec, list[str]]:
         self._world.call()
+        await asyncio.sleep(self._world.answer_s)
         return spec, [self.name]
 
     async def connect(self, address: Address) -> None:
@@ -109,10 +116,11 @@ class Engine:
         assert self._writer is not None
         self._writer.write(frame(msgspec.msgpack.encode(message)))
 
-    def draw(self, token_id: int, finish: FinishStatus | None = None) -> None:
+    def draw(self, token_id: int, finish: FinishStatus | None = None, waits: Waits | None = None) -> None:
         """Sends a token of the last request."""
         usage = None if finish is None else Usage(2, 2, 0)
-        self._send(Frame([SequenceOutput(self.asked[-1].request_id, 0, [token_id], finish=finish, usage=usage)]))
+        name = self.asked[-1].request_id
+        self._send(Frame([SequenceOutput(name, 0, [token_id], finish=finish, usage=usage, waits=waits)]))
 
     def beat(self) -> None:
         if self._writer is not None and not self.is_silent:
@@ -188,7 +196,13 @@ class Broadcast:
 class World:
     """Two engines, and one stream before them. If it `uses_channel`, requests come over the channel."""
 
-    def __init__(self, application: str, times: TakeoverTimes, uses_channel: bool = False) -> None:
+    def __init__(
+        self,
+        application: str,
+        times: TakeoverTimes,
+        is_removed: Callable[[], Awaitable[bool]] | None = None,
+        uses_channel: bool = False,
+    ) -> None:
         self.uses_channel = uses_channel
         self.num_serve_calls = 0
         """Requests that came through Serve."""
@@ -198,12 +212,17 @@ class World:
         self.known.set_running("engine", self.engines)
         self.num_failures = 0
         """Calls that are still to reach no engine."""
+        self.num_frozen = 0
+        """Requests whose engine is still to freeze before it acknowledges them."""
         self.num_calls = 0
+        self.answer_s = 0.0
+        """Seconds that an engine takes to answer a question."""
         self.order: list[Engine] = []
         """The engine of each request that reached one."""
         self.metrics = Metrics("m")
+        ends = {} if is_removed is None else {"is_removed": is_removed}
         self.client = EngineClient(
-            Handle(self, application), Tokenizer(checkpoint("llama")), "127.0.0.1", self.metrics, times=times
+            Handle(self, application), Tokenizer(checkpoint("llama")), "127.0.0.1", self.metrics, times=times, **ends
         )
 
     def call(self) -> None:
@@ -297,7 +316,7 @@ LOSSES: dict[str, tuple[Callable[[World, Engine], None] | None, TakeoverTimes]] 
 async def test_a_lost_engine_is_left_for_another_one(cause: str, uses_channel: bool) -> None:
     lose, times = LOSSES[cause]
     with request_log() as lines:
-        world = World(f"takeover {cause} {uses_channel}", times, uses_channel)
+        world = World(f"takeover {cause} {uses_channel}", times, uses_channel=uses_channel)
         world.num_failures = int(lose is None)
         assert await world.stream(lose) == [7, 8]
     if uses_channel:  # Serve finds the other one, or the same one, if an engine is not connected
@@ -307,6 +326,32 @@ async def test_a_lost_engine_is_left_for_another_one(cause: str, uses_channel: b
     assert continued["cause"] == resumed["cause"] == cause
     assert (resumed["request_id"], resumed["calls"]) == ("stream", 1)
     assert all(resumed[f"{phase}_s"] >= 0 for phase in TAKEOVER_PHASES)
+
+
+@async_test
+async def test_a_request_leaves_an_engine_that_freezes_before_it_acknowledges() -> None:
+    """The engine's process lives and its connections are open."""
+    with request_log() as lines:
+        world = World("takeover frozen", LOOKING)
+        world.num_frozen = 1
+        assert await world.stream(None) == [7, 8]
+    assert [each["cause"] for each in events(lines, "continued")] == ["silent"]
+
+
+@pytest.mark.parametrize("waits", [None, Waits(0.0625, 0.125, 0.03125)])
+def test_the_phases_of_a_pause_add_up_to_it(waits: Waits | None) -> None:
+    """What an engine tells of its own part, by its own clock, fills no more than that part."""
+    now = time.monotonic()
+    takeover = Takeover("connection", heard=now - 4.0, noticed=now - 3.0, taken=now - 1.0)
+    seconds = takeover.seconds(waits)
+    assert tuple(seconds) == TAKEOVER_PHASES
+    assert sum(seconds.values()) == pytest.approx(time.monotonic() - takeover.heard, abs=0.5)
+    assert (seconds["notice"], seconds["place"]) == pytest.approx((1.0, 2.0))
+    told = (0.0, 0.0) if waits is None else (waits.prepare_s, waits.queue_s)
+    assert (seconds["prepare"], seconds["queue"]) == told
+    assert seconds["compute" if waits is None else "deliver"] > 0.7
+    takeover.taken = time.monotonic()
+    assert sum(takeover.seconds(waits).values()) < 4.5, "the engine had begun before the ingress heard of it"
 
 
 @async_test
@@ -333,6 +378,21 @@ async def test_another_engine_answers_what_a_dying_one_was_asked() -> None:
     with pytest.raises(Unavailable):
         await world.client.resolve(spec)
     await world.client.close()
+
+
+@async_test
+async def test_requests_end_with_their_application_and_questions_wait_while_it_lives() -> None:
+    async def is_removed() -> bool:
+        return True
+
+    world = World("takeover ended", LOOKING, is_removed)
+    world.answer_s = 1.2 * REMOVAL_POLL_S
+    _, (name,) = await world.client.resolve(ConstraintSpec(kind="regex", text="a"))
+    assert name in world.engines
+    world.known.set_running("engine", [])
+    async with world.submitted() as submission:
+        with pytest.raises(Unavailable, match="the application was ended"):
+            await anext(aiter(submission))
 
 
 @async_test

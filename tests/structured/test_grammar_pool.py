@@ -24,7 +24,7 @@ from manta.structured.constraint import ConstraintSpec
 from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message
 from manta.structured.grammar_pool.pool import GrammarPool
 from manta.structured.grammar_pool.tracked_session import SessionStart, TrackedSession
-from manta.structured.grammar_pool.transport import ActorTransport
+from manta.structured.grammar_pool.transport import ActorTransport, ThreadTransport
 from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
@@ -42,7 +42,7 @@ from tests.grammar_pools import (
     llguidance,
     spelled,
 )
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 ACTORS = pytest.mark.parametrize("make_pool", ["actors"], indirect=True)
@@ -232,6 +232,32 @@ def test_sessions_behind_a_slow_one_move(make_pool: MakePool, tmp_path: pathlib.
     assert [pool.session(session_id).error() for session_id in range(4)] == [None] * 4
     assert pool.workers.num_replaced == 0
     end_all(pool)
+
+
+def test_sessions_stay_with_a_late_worker_while_another_one_starts(
+    vocabulary: Vocabulary, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process takes seconds to start. The late worker may go on before that, as it does on a busy machine."""
+    config = PoolConfig(num_workers=1, mask_seconds=PATIENCE_S, migrate_seconds=SOON_S)
+    pool = GrammarPool(config, vocabulary, 4, form="threads")
+    (first,) = pool.workers.active
+    monkeypatch.setattr(ThreadTransport, "is_ready", lambda self: self is first.transport)
+    pool.start(0, example(at={"1": f"until {tmp_path}/gate"}))
+    pool.start(1, example())
+    pool.prepare([(0, []), (1, [])])
+    finish(pool, [0, 1])
+    pool.prepare([(0, [5])])
+    time.sleep(0.05)
+    pool.prepare([(1, [5])])
+    wait_until(lambda: pool.supervise() or len(pool.workers.active) > 1)
+    for _ in range(5):
+        time.sleep(SOON_S)
+        pool.supervise()
+    assert len(pool.workers.active) == 2, "one more starts, and no further one before that has"
+    (tmp_path / "gate").touch()
+    finish(pool, [0, 1])
+    assert [pool.session(session_id).error() for session_id in range(2)] == [None] * 2
+    pool.close()
 
 
 def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -> None:

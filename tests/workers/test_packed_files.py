@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 
 from manta.cluster.llm import LLM, SamplingParams
+from manta.structured import low_priority
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.checkpoints.values_digest import CheckpointValues
 from manta.workers.decoders.decoder import Decoder
@@ -393,7 +394,7 @@ def test_idle_work_runs_in_a_thread_of_low_priority(
     for thread in threading.enumerate():
         if thread.name == idle_work.THREAD:
             thread.join(PATIENCE_S)
-    assert found == [(idle_work.NICENESS, False)]
+    assert found == [(low_priority.NICENESS, False)]
     assert "it is not done: no room" in caplog.text
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 import threading
 from collections.abc import Callable
 
+from manta.structured.low_priority import lower_priority
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
 
 DELAY_S = 1.0
 """Seconds before the work begins, so that it does not slow down the first tokens for requests that wait already."""
-NICENESS = 10
-"""Niceness of the thread: a tenth of the weight of a thread that computes a step."""
 THREAD = "manta-idle-work"
 _END_S = 2.0
 """Seconds for which a process that ends waits until the work has stopped."""
@@ -32,8 +29,7 @@ def begin(work: Callable[[Callable[[], bool]], None], failure: str, delay_s: flo
         thread.join(_END_S)
 
     def run() -> None:
-        if sys.platform == "linux":  # elsewhere threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        lower_priority()
         try:
             if not over.wait(delay_s):
                 work(over.is_set)

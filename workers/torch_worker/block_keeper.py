@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import pathlib
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
+from manta.structured.low_priority import lower_priority
 from manta.structured.visible_logs import logger_of
 from manta.workers.cache_folder import UntrustedCache
 from manta.workers.checkpoints.values_digest import CheckpointChanged, CheckpointValues
@@ -29,10 +28,6 @@ logger = logger_of(__name__)
 
 MOST_QUEUED_BYTES = 64 << 20
 """Bytes of copies that wait for the thread, to which the last one adds."""
-WRITER_NICENESS = 10
-"""Niceness of the thread: a tenth of the weight of a thread that computes a step. With 19 it waited for seconds beside
-other programs.
-"""
 CLOSE_S = 5.0
 """Longest time in seconds for which a process that ends writes what waits."""
 LISTING_S = 3600.0
@@ -170,8 +165,7 @@ class _Writer:
         self.put(write)
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
+        lower_priority()
         while True:
             try:
                 job = self._jobs.get(timeout=LISTING_S)

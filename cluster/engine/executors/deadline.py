@@ -17,6 +17,9 @@ LATE_SHARE = 0.5
 all, leaving costs less than a restart.
 """
 
+STEP_HANGS = "a step of the engine hangs: it takes far longer than those before it"
+"""What a replica tells Serve of a step that only the end of its process ends."""
+
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of a step's deadline, in seconds."""

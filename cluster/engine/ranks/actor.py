@@ -36,6 +36,7 @@ from manta.cluster.engine.ranks.rank_messages import (
 )
 from manta.cluster.private_folder import PrivateFolder
 from manta.structured.frames import frame, read_frame
+from manta.structured.low_priority import call_aside
 from manta.structured.visible_logs import guard_process, logger_of
 from manta.workers.model_info import ModelInfo
 
@@ -45,19 +46,24 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 
+def _import_worker() -> None:
+    """Imports what `load` needs, which takes seconds."""
+    import manta.cluster.engine.executors.worker_factory  # noqa: F401
+
+
 class RankActor:
     """The Ray actor of a rank. Call its methods in this order: `open_folder` on rank 0, `sees`, `open_store` on rank 0,
     `load`, `serve`. A second thread of the actor takes calls of `read_adapter` while `serve` runs.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, yields: bool = False) -> None:
+        """With `yields` its imports take no time from other engines of this machine."""
         # torch's OpenMP reads both when it loads. Threads that spin for long take cores from other threads.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
         guard_process()
         gc.disable()  # what the import makes stays: collections take a quarter of its time
-        import manta.cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, so it comes before `load`
-
+        call_aside(_import_worker) if yields else _import_worker()
         gc.enable()
 
         self._folder: PrivateFolder | None = None

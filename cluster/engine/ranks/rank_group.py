@@ -26,6 +26,7 @@ from manta.cluster.engine.ranks.claims import (
     tpus_each,
 )
 from manta.cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
+from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo
 
@@ -90,7 +91,8 @@ class RankGroup:
         self._kill()
         placement = self._place(self._placement_s if self._first_start_s is None else RETURN_S)
         began = time.monotonic()
-        self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
+        yields = has_siblings()
+        self._actors = [self._start_actor(placement, rank, yields) for rank in range(self._num_ranks)]
         try:
             info, channel = self._load()
         except BaseException:
@@ -126,8 +128,10 @@ class RankGroup:
             raise RankLost("the ranks are being started")
         return _results([actor.read_adapter.remote(path, number, needed) for actor in self._actors], ADAPTER_S)
 
-    def _start_actor(self, placement: PlacementGroup, rank: int) -> Any:
-        """Starts one actor in its bundle of the placement group, which has claimed its resources."""
+    def _start_actor(self, placement: PlacementGroup, rank: int, yields: bool) -> Any:
+        """Starts one actor in its bundle of the placement group, which has claimed its resources. `yields` says whether
+        other engines compute meanwhile.
+        """
         place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
         # An actor sees only the GPUs that it claims itself
         chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
@@ -135,7 +139,7 @@ class RankGroup:
         num_threads = 2 if self._config.adapter_roots else 1  # one serves steps, the other one reads adapters
         options = claims | {"max_restarts": 0, "max_concurrency": num_threads}
         actor_class: Any = ray.remote(**options)(RankActor)
-        return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
+        return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads, yields)
 
     def _place(self, seconds: float) -> PlacementGroup:
         """Returns the ranks' placement group, or a new one if a node is gone. Raises `CannotPlace` if `seconds` do not

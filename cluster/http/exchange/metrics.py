@@ -34,12 +34,15 @@ disable_created_metrics()
 _LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 
-TAKEOVER_PHASES = ("notice", "place", "compute")
+TAKEOVER_PHASES = ("notice", "place", "prepare", "queue", "compute", "deliver")
 """Phases of a request's way from one engine to another, in this order:
 
 - from the last output to the moment at which the ingress knows that the engine is lost,
 - from there until another engine has the request, with all calls in vain,
-- from there to its first output, with its wait in the queue and the tokens that are computed again.
+- from there until its constraint is compiled and its adapter is held,
+- its wait in the queue,
+- the steps that compute its prompt and the output so far again, and draw the next token,
+- from there until the ingress has that token.
 """
 _GRAMMAR_POOL = (
     ("num_sessions", "sessions", "Running sequences with a grammar."),
@@ -103,7 +106,8 @@ class Metrics:
         takeovers = Histogram(
             "manta:takeover_seconds",
             "Pauses of streams that went on on another engine, by phase: until the loss is noticed (notice), until "
-            "another engine has the request (place), and until its first token (compute).",
+            "another engine has the request (place), has its constraint and adapter (prepare), begins with it (queue) "
+            "and has its first token (compute), and until the ingress has that (deliver).",
             ["model_name", *replica_label, "phase"],
             registry=self._own,
             buckets=_LATENCY_BUCKETS_S,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
+from manta.structured.low_priority import lower_priority
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
@@ -18,8 +19,6 @@ CHARACTERS_A_TOKEN = 8
 """Characters per token of the longest sequence above which a text is first tokenised in pieces to check its length.
 English has four or five characters per token.
 """
-NICENESS = 10
-"""Niceness of the thread that tokenises long texts, added to that of its process."""
 
 Result = TypeVar("Result")
 
@@ -100,8 +99,7 @@ async def tokenising(function: Callable[..., Result], *arguments: Any) -> Result
 
 def _yield_to_others() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not have this priority
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.nice(NICENESS)  # relative, because only root may set a value below what Ray gives its workers
+    lower_priority()
 
 
 _aside = ThreadPoolExecutor(1, "aside")

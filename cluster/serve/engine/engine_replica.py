@@ -17,6 +17,8 @@ import ray
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import LoadedAdapter
+from manta.cluster.engine.executors.deadline import STEP_HANGS
+from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import Overdue, QueueFull, RequestRefused, refuse
@@ -34,10 +36,11 @@ from manta.cluster.serve.engine.channel_requests import ChannelRequests
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.engine.step_thread import Inbox, News, Running, StepThread
 from manta.cluster.serve.recorded.keeper import Keeper
-from manta.cluster.serve.routing.replicas import ChosenReplica, has_siblings, own_application, own_name, own_node
+from manta.cluster.serve.routing.replicas import ChosenReplica, own_application, own_name, own_node
 from manta.cluster.serve.routing.reports import CacheReporter
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.low_priority import call_aside
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.structured.visible_text import say
@@ -65,8 +68,12 @@ The phase `process` (Python and Ray's worker) precedes them.
 
 FIRST_CONSTRAINT = ConstraintSpec(kind="regex", text="a")
 """A constraint that is compiled at once, when the compiler has started."""
-COMPILER_START_S = 30.0
-"""Seconds that the compiler of constraints may take to start before the engine serves without it."""
+CONSTRAINTS_START_S = 30.0
+"""Seconds that the compiler of constraints and the grammar workers may take to start before the engine serves without
+them.
+"""
+START_POLL_S = 0.02
+"""Seconds between two looks whether a grammar worker has started."""
 ROOM_POLL_S = 0.05
 """Seconds between two attempts to hold an adapter while those of running requests leave no room for it."""
 
@@ -99,9 +106,11 @@ class EngineReplica:
 
     def _start(self, config: EngineConfig, is_alone: bool, seconds_before: float, is_awaited: bool) -> None:
         self._phases = Phases(process=seconds_before)
-        from manta.cluster.engine.engine import (
-            Engine,  # a process that only deploys this class needs none of these imports
-        )
+        if has_siblings():  # which need the cores for the streams that they have, and for those that a dead one had
+            call_aside(lambda: _import_engine(config))
+        else:
+            _import_engine(config)
+        from manta.cluster.engine.engine import Engine
 
         self._phases.end(IMPORTS)
         inbox: Inbox = queue.SimpleQueue()
@@ -153,18 +162,24 @@ class EngineReplica:
         self._phases.end(WARM_UP)
 
     def _warm_up(self, others_serve: bool) -> None:
-        """Starts the compiler of constraints. If `others_serve`, waits until it compiles, because this engine may get
-        the streams of one that ends, and nobody waits for this one.
+        """Starts the compiler of constraints and the grammar workers. If `others_serve`, waits until constraints are
+        compiled and masks filled, because this engine may get the streams of one that ends, and nobody waits for this
+        one.
         """
         self._is_warm = True
+        constraints, deadline = self.engine.constraints, time.monotonic() + CONSTRAINTS_START_S
         try:
             self.engine.warm_up()
             if others_serve:
-                self.engine.constraints.resolve(FIRST_CONSTRAINT, "").result(COMPILER_START_S)
+                constraints.resolve(FIRST_CONSTRAINT, "").result(CONSTRAINTS_START_S)
+                while not self._thread.call(constraints.can_fill).result():
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    time.sleep(START_POLL_S)
         except RequestRefused as error:  # a model without a tokenizer.json serves everything else
             logger.warning("%s", error)
         except TimeoutError:
-            logger.warning("the compiler of constraints has not started within %.0f s", COMPILER_START_S)
+            logger.warning("what constraints need has not started within %.0f s", CONSTRAINTS_START_S)
 
     def close(self) -> None:
         """Ends the step thread, even while requests run, and the grammar service's processes. Serve ends the process
@@ -369,7 +384,7 @@ class EngineReplica:
         if self._thread.failure is not None:
             raise RuntimeError(self._thread.failure)
         if self.engine.is_hung:
-            raise RuntimeError("a step of the engine hangs: it takes far longer than those before it")
+            raise RuntimeError(STEP_HANGS)
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             say("{}", start_line(self._phases.seconds), flush=True)
@@ -411,6 +426,14 @@ class EngineReplica:
             call, _ = running.key
             if not call.ended.done():
                 call.ended.set_exception(EngineFailed(self._thread.failure))
+
+
+def _import_engine(config: EngineConfig) -> None:
+    """Imports what an engine needs, which takes seconds. A process that only deploys this class needs none of it."""
+    import manta.cluster.engine.engine
+
+    if config.num_ranks == 1:  # else the model runs in other processes
+        import manta.cluster.engine.executors.worker_factory  # noqa: F401
 
 
 def start_line(seconds: dict[str, float]) -> str:

@@ -1,7 +1,7 @@
 """The replica of a model that pools: remote calls on the event loop, and a thread of its own that runs the steps.
 
 An answer is the result of its call, so nothing goes over the token channel. A lost replica loses nothing: its callers
-ask another one.
+ask another one. They also do so when a step is so late that it may hang, because the replica then ends their calls.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import msgspec
 import ray
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.deadline import STEP_HANGS
 from manta.cluster.engine.pooling_queue import PoolingJob
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
+from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.serve.channel.token_channel import BEAT_S
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.routing.replicas import own_name
 from manta.cluster.serve.starting.start_failure import told_in_words
@@ -45,6 +48,9 @@ class PoolingReplica:
         self._meter = LoadMeter()
         self._node = ray.util.get_node_ip_address()
         self._is_open = True
+        self._calls: set[asyncio.Future[PoolingResult]] = set()
+        """The results of calls of `pool` that have not returned."""
+        self._watching: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run_steps, name="engine", daemon=True)
         self._warm_up()
         phases.end("warm_up")
@@ -73,7 +79,9 @@ class PoolingReplica:
     # ---- remote calls --------------------------------------------------------------------------------------------
 
     async def pool(self, request: PoolingRequest) -> PoolingResult:
-        """Returns the numbers of a request's texts, or why there are none. Cancelling the call aborts the request."""
+        """Returns the numbers of a request's texts, or why there are none. Cancelling the call aborts the request.
+        Raises `ConnectionError` if a step may hang and there is another replica to ask.
+        """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[PoolingResult] = loop.create_future()
 
@@ -91,14 +99,35 @@ class PoolingReplica:
         except RequestRefused as error:
             return PoolingResult(refusal=error.refusal)
         self._meter.arrived(request.request_id, request.num_tokens)
+        self._calls.add(ended)
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
         try:
             result = await ended
             if result.refusal is None:
                 self._meter.has_first_token(request.request_id)
             return result
         finally:
+            self._calls.discard(ended)
             self.engine.abort(job)
             self._meter.ended(request.request_id)
+
+    async def _watch(self) -> None:
+        """Looks for a late step while calls are open. The calls that are open then end, once, if there is another
+        replica. Calls that come later wait for the end of the step, because their callers had no better replica.
+        """
+        has_ended_calls = False
+        while self._calls:
+            await asyncio.sleep(BEAT_S)
+            if not self.engine.is_away:
+                has_ended_calls = False
+            elif not has_ended_calls and await asyncio.to_thread(has_siblings):
+                has_ended_calls = True
+                logger.warning("a step is late: %d requests are to be asked of another engine", len(self._calls))
+                for call in self._calls:
+                    if not call.done():
+                        call.set_exception(ConnectionError("a step of the engine may hang"))
+        self._watching = None
 
     async def connect(self, address: Any) -> None:
         """Does nothing: no tokens go from here to an ingress."""
@@ -123,6 +152,10 @@ class PoolingReplica:
         return self._meter.load(self.engine.stats())
 
     async def check_health(self) -> None:
-        """Raises `RuntimeError` if the thread has ended."""
+        """Raises `RuntimeError` if the thread has ended or a step hangs. Serve calls it, and then replaces the
+        replica.
+        """
         if not self._thread.is_alive():
             raise RuntimeError("the thread that runs the steps has ended")
+        if self.engine.is_hung:
+            raise RuntimeError(STEP_HANGS)

@@ -20,6 +20,7 @@ from manta.cluster.engine.request import EngineRequest, SequenceOutput, Usage
 from manta.cluster.errors import QueueFull, RequestRefused, ServingError
 from manta.cluster.serve.channel.token_channel import Address, Control, RequestResult
 from manta.cluster.serve.engine.burst import Burst
+from manta.cluster.serve.engine.continued_waits import ContinuedWaits
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.requests.gathering import Gathering
 from manta.cluster.telemetry.engine_watch import EngineWatch
@@ -102,6 +103,7 @@ class StepThread:
         """Seconds that the last step with work took."""
         self._burst = Burst()
         self._watch = EngineWatch(name)
+        self._waits = ContinuedWaits()
         self._is_open = True
         self._thread = threading.Thread(target=self._step_loop, name="engine", daemon=True)
         self._thread.start()
@@ -190,6 +192,7 @@ class StepThread:
                 started, begun_ns = time.monotonic(), time.time_ns()
                 outputs = self._engine.step()  # without work it checks that no block has leaked
                 self._watch.stepped(begun_ns, outputs, self._engine.scheduler)
+                self._waits.stepped(started, time.monotonic(), outputs, self._engine.scheduler.running)
                 self._deliver(outputs)
                 if idle:
                     self._inbox.get()()  # blocks until a message arrives
@@ -219,6 +222,8 @@ class StepThread:
         else:
             self._running[request.request_id] = running
             self._watch.added(request, running.arrived_ns)
+            if request.continued is not None:
+                self._waits.added(request.request_id, running.arrived, time.monotonic())
             self._meter.arrived(request.request_id, len(request.prompt_token_ids))
 
     def _finish(self, control: Control) -> None:
@@ -265,6 +270,7 @@ class StepThread:
         self._watch.choice_ended(output)
         if not running.num_open:
             del self._running[output.request_id]
+            self._waits.ended(output.request_id)
             self._meter.ended(output.request_id)
             usage = Usage.of_choices(usage.num_prompt_tokens, running.usages)
             self._watch.ended(output.request_id, output, usage)

@@ -85,17 +85,26 @@ class Reader(Recorded):
 
 class Recorder(Recorded):
     """Runs the request of a recording, from its last entry on, and appends the output. `epoch` is that of
-    its owner (`keeping.py`). `meter` counts the tokens that arrive here. `on_entry` is called after each entry.
+    its owner (`keeping.py`). `meter` counts the tokens that arrive here. `on_entry` is called after each entry. Streams
+    that go on here hold the lock `replaying` in turn while they read what others have recorded: each goes on as soon as
+    it has read its own, and a turn of the event loop has the entries of one.
     """
 
     only_safe = False
 
     def __init__(
-        self, client: Dispatcher, recording: Recording, epoch: int, meter: Meter, on_entry: Callable[[], None]
+        self,
+        client: Dispatcher,
+        recording: Recording,
+        epoch: int,
+        meter: Meter,
+        on_entry: Callable[[], None],
+        replaying: asyncio.Lock,
     ) -> None:
         super().__init__(client.tokenizer, recording, meter)
         self._client = client
         self._on_entry = on_entry
+        self._replaying = replaying
         self._runs: dict[Prompt, PromptRun] = {}
         for number, prompt in enumerate(self._prompts):
             run = PromptRun(client, _request(recording, number, epoch), functools.partial(self._record, number))
@@ -114,8 +123,8 @@ class Recorder(Recorded):
         """Runs the request to its end. A cancelled call aborts it."""
         num_before = len(self.recording.entries)
         try:
-            while self.num_read < num_before and not self.is_finished:
-                await self._take(recalls=True)
+            if num_before:
+                await self._replay(num_before)
             for prompt in self._prompts:
                 if not prompt.finished:
                     prompt.metrics = self._client.measure(len(prompt.choices))
@@ -127,6 +136,11 @@ class Recorder(Recorded):
             pass  # it is recorded
         finally:
             self.close()
+
+    async def _replay(self, num_entries: int) -> None:
+        async with self._replaying:
+            while self.num_read < num_entries and not self.is_finished:
+                await self._take(recalls=True)
 
     async def _take(self, recalls: bool) -> None:
         """Takes the next entry, so that stop strings are found. With `recalls` it came before this run."""

@@ -10,6 +10,7 @@ a stream that the other could not see, the one with the lower epoch gives up. Im
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -41,6 +42,8 @@ logger = logger_of(__name__)
 
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
+LATE_S = 0.5
+"""Seconds after which an acknowledgement of a keeper is late, so that the request log tells of it."""
 GROWTH = 2
 """Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
 
@@ -56,6 +59,8 @@ class _Own:
         self.opening = opening
         self.num_sent = 0
         """Entries that the present keeper was sent."""
+        self.unsafe_since: float | None = None
+        """Time of the oldest entry that the keeper has not acknowledged, on `time.monotonic`'s clock; None without."""
         self.has_one_copy = False
         """Whether the present keeper has all of it, and the others were told to drop their copies."""
         self.recorder: Recorder | None = None
@@ -82,6 +87,8 @@ class RecordedStreams:
         self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
         self._adopting: set[str] = set()
+        self._replaying = asyncio.Lock()
+        """Lock of the adopted stream whose entries are read."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
@@ -186,7 +193,8 @@ class RecordedStreams:
     # ---- own streams -----------------------------------------------------------------------------------------------
 
     def _run(self, own: _Own, meter: Meter) -> None:
-        own.recorder = Recorder(self._client, own.recording, own.epoch, meter, lambda: self._on_entry(own))
+        on_entry = functools.partial(self._on_entry, own)
+        own.recorder = Recorder(self._client, own.recording, own.epoch, meter, on_entry, self._replaying)
         own.task = self._start(self._record(own, own.recorder))
 
     def _hold(self, own: _Own) -> None:
@@ -235,6 +243,7 @@ class RecordedStreams:
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
         own.room.add(own.recording.num_bytes - own.room.amount)
+        own.unsafe_since = own.unsafe_since or time.monotonic()
         if not self._unwritten:
             asyncio.get_running_loop().call_soon(self._write)
         self._unwritten[own.recording.opening.stream_id] = own
@@ -282,6 +291,7 @@ class RecordedStreams:
                 self._give_up(own)
             elif own is not None:
                 own.recording.make_safe(num_entries)
+                self._note_safe(own, num_entries)
                 if not own.has_one_copy:
                     own.has_one_copy = True
                     self.copies.drop_elsewhere(stream_id, own.epoch)
@@ -291,6 +301,14 @@ class RecordedStreams:
         for stream_id, own in self._own.items():
             if own.epoch and own.has_one_copy:
                 self.copies.drop(stream_id, own.epoch, connection)
+
+    def _note_safe(self, own: _Own, num_entries: int) -> None:
+        """Writes an event if readers had to wait for the keeper."""
+        now = time.monotonic()
+        waited_s = 0.0 if own.unsafe_since is None else now - own.unsafe_since
+        if waited_s > LATE_S:
+            log_event("kept", own.recording.opening.stream_id, seconds=round(waited_s, 4))
+        own.unsafe_since = now if num_entries < len(own.recording.entries) else None
 
     def on_lost(self, connection: Connection) -> None:
         self._following.lost(connection)

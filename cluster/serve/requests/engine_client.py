@@ -1,7 +1,7 @@
 """The engines as one ingress calls them, and the channel that carries their tokens.
 
-Requests of a lost engine continue on another one (`prompt_run.py`): if its connection breaks, if it is silent, or if
-Serve ends it. Implements `manta.cluster.http.exchange.engines.Engines`.
+Requests of a lost engine continue on another one (`prompt_run.py`): if its connection breaks, or if `run_watch.py`
+finds it silent or told to end. Implements `manta.cluster.http.exchange.engines.Engines`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -36,10 +36,11 @@ from manta.cluster.serve.channel.token_channel import (
 from manta.cluster.serve.requests.channel_calls import ChannelCalls
 from manta.cluster.serve.requests.pooling_calls import MAX_ATTEMPTS, lost_again_and_again, pool
 from manta.cluster.serve.requests.prompt_run import Call, PromptRun
+from manta.cluster.serve.requests.run_watch import REMOVAL_POLL_S, RunWatch, gone
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.requests.takeover import USUAL_TIMES, TakeoverTimes
 from manta.cluster.serve.routing import replicas
-from manta.cluster.serve.routing.replicas import ChosenReplica, Replicas
+from manta.cluster.serve.routing.replicas import ChosenReplica
 from manta.cluster.serve.routing.reports import Report
 from manta.cluster.serve.scaling.waking import Waker
 from manta.cluster.serve.starting.start_failure import in_words
@@ -58,8 +59,8 @@ ANSWER_TIMEOUT_S = 3.0
 """Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
 ADAPTER_TIMEOUT_S = 300.0
 """Longest time, in seconds, that engines get to read an adapter from a slow disk."""
-REMOVAL_POLL_S = 0.5
-"""Seconds between two queries whether Serve has removed the application, while requests wait and no engine runs."""
+MOVED_A_TURN = 16
+"""Calls of streams that pause which start in a turn of the event loop; each takes half a millisecond."""
 
 
 async def _never() -> bool:
@@ -195,7 +196,7 @@ class EngineQuestions:
         try:
             while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
                 if await self.are_gone():
-                    raise _gone()
+                    raise gone()
             return call.result()
         finally:
             call.cancel()
@@ -246,75 +247,6 @@ class EngineQuestions:
             return await asyncio.to_thread(answers.results, timeout_s=timeout_s, return_exceptions=True)
         except Exception as error:
             return [error]
-
-
-class RunWatch:
-    """Finds lost engines, and moves their requests to others. Watches `runs`, which its owner changes, as long as there
-    are any, and looks every `look_s` seconds. A connection that breaks is no matter of this class: `EngineClient` hears
-    of it at once.
-    """
-
-    def __init__(
-        self, runs: Mapping[str, PromptRun], engines: EngineQuestions, known_replicas: Replicas, look_s: float
-    ) -> None:
-        self._runs = runs
-        self._engines = engines
-        self._replicas = known_replicas
-        self._look_s = look_s
-        self.watching: asyncio.Task[None] | None = None
-        """Ends when nothing runs any more; None while nothing is watched."""
-
-    def begin(self) -> None:
-        """Watches until nothing runs."""
-        if self.watching is None:
-            self.watching = asyncio.ensure_future(self._watch())
-
-    async def _watch(self) -> None:
-        while self._runs:
-            await asyncio.sleep(self._look_s)
-            self._replicas.beat({replica for _, replica in self._placed()})
-            await self._kill(filter(self._replicas.is_hung, self.move()))
-            if self._engines.is_asleep():
-                await self._refuse_if_gone()
-        self.watching = None
-
-    def _placed(self) -> list[tuple[PromptRun, str]]:
-        """Returns the runs that a replica has or was sent, each with that replica."""
-        return [(run, replica) for run in self._runs.values() if (replica := run.replica) is not None]
-
-    def move(self) -> set[str]:
-        """Makes the requests of replicas that are silent, away or ending continue on another one, if one is available.
-        Otherwise returns these replicas.
-        """
-        placed = self._placed()
-        bad = {replica for _, replica in placed if not self._replicas.is_good(replica)}
-        if not bad or not self._engines.is_any_good():
-            return bad
-        for run, replica in placed:
-            if replica not in bad:
-                continue
-            if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
-                run.lose("away")
-            else:
-                run.go_on("silent" if self._replicas.is_running(replica) else "ending")
-        return set()
-
-    async def _refuse_if_gone(self) -> None:
-        """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
-        await asyncio.sleep(REMOVAL_POLL_S)
-        if await self._engines.are_gone():
-            for run in list(self._runs.values()):
-                if run.connection is None:
-                    run.refuse(_gone())
-
-    async def _kill(self, hung: Iterable[str]) -> None:
-        """Kills hung replicas, because Serve would take half a minute to notice."""
-        for replica in hung:
-            logger.error("replica %s says nothing and there is no other one; it is killed", replica)
-            try:
-                await asyncio.to_thread(replicas.kill, replica)
-            except Exception as error:  # it may have ended, and Ray raises many types then
-                logger.warning("replica %s was not killed: %s", replica, in_words(error))
 
 
 class Keepers(Protocol):
@@ -373,7 +305,9 @@ class EngineClient(EngineQuestions):
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of clients whose calls are being started."""
-        self._watch = RunWatch(self.runs, self, self._replicas, times.look_s)
+        self._num_moved = 0
+        """Calls of streams that pause, in this turn of the event loop."""
+        self._watch = RunWatch(self.runs, self, self._replicas, times.look_s, self._greet_new)
 
     async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
         return Submission(self, request, meter)
@@ -393,10 +327,9 @@ class EngineClient(EngineQuestions):
     async def check_reachable(self) -> None:
         if self.loaded_adapters is not None:
             await self.loaded_adapters.follow()
-        address = await self._listen()
-        needs_greeting = self._greeted != self._replicas.running or self.num_unconnected > 0
-        if self._greeting is None or (self._greeting.done() and needs_greeting):
-            self._greeting = asyncio.ensure_future(self._greet(address))
+        await self._listen()
+        needs_greeting = self._greeting is None or self.num_unconnected > 0
+        self._greet_new(needs_greeting)
 
     async def until_greeted(self) -> None:
         """Waits until every replica that answers has connected."""
@@ -413,10 +346,20 @@ class EngineClient(EngineQuestions):
         await self._waker.close()
         await self._receiver.close()
 
-    async def _greet(self, address: Address) -> None:
+    def _greet_new(self, needs_greeting: bool = False) -> None:
+        """Greets the replicas if there are new ones or with `needs_greeting`, unless a greeting is under way."""
+        is_free = self._greeting is None or self._greeting.done()
+        if is_free and (needs_greeting or self._greeted != self._replicas.running):
+            self._greeting = asyncio.ensure_future(self._greet())
+
+    async def _greet(self) -> None:
         """Makes every replica connect, so that it reports its cache. Serve names a deployment's replicas only after a
         call to the deployment.
         """
+        try:
+            address = await self._listen()
+        except Unavailable:
+            return  # the next request meets it again
         greeted = dict(self._replicas.running)
         for name, handle in self._handles.items():
             try:
@@ -468,13 +411,29 @@ class EngineClient(EngineQuestions):
 
     async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
         # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second
-        async with self._call_locks.setdefault(request.client, asyncio.Lock()):
-            await asyncio.sleep(0)
+        if request.continued is None:
+            async with self._call_locks.setdefault(request.client, asyncio.Lock()):
+                await asyncio.sleep(0)
+        else:
+            await self._until_few_have_started()
         result = await self.over_channel.generate(request, self.serving_name)
         return await answer_of(self.serving.generate.remote(request, address)) if result is None else result
 
     async def _hold(self, chosen: ChosenReplica) -> None:
         await answer_of(self.serving.hold.remote(chosen, await self._receiver.start()))
+
+    async def _until_few_have_started(self) -> None:
+        """Waits until fewer than `MOVED_A_TURN` calls of streams that pause have started in this turn of the event
+        loop. Turns are long when many streams move, so one call in each would take seconds.
+        """
+        while self._num_moved >= MOVED_A_TURN:
+            await asyncio.sleep(0)
+        if not self._num_moved:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._num_moved += 1
+
+    def _begin_turn(self) -> None:
+        self._num_moved = 0
 
     def cancel_later(self, call: Any) -> None:
         self._ending.add(call)
@@ -538,9 +497,3 @@ class EngineClient(EngineQuestions):
             if run.connection is connection:
                 run.lose("connection")
         self.over_channel.lost(connection)
-
-
-def _gone() -> Unavailable:
-    """Returns the error of a request whose engines are gone for good."""
-    cause = "the application was ended, and its engines with it"
-    return Unavailable(Refusal("unavailable", cause=cause, remedy="ask another server"))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 from ray.exceptions import RayActorError
 
-from manta.cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage, Waits
 from manta.cluster.errors import GenerationFailed, Overdue, ServingError, error_of
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult
@@ -227,6 +227,11 @@ class PromptRun:
             return self.connection.replica
         return self._client.replica_sent_to(self.request_id)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether it has left an engine, and no other one has sent output since."""
+        return self._takeover is not None
+
     def start(self) -> None:
         self._send(self._request)
 
@@ -323,7 +328,8 @@ class PromptRun:
             return
         self._num_calls_in_vain = 0
         self._heard = time.monotonic()
-        self._note_takeover()
+        self._note_takeover(output.waits)
+        output.waits = None  # readers and recordings need it not
         if not self._has_output and output.token_ids:
             self._has_output = True
             self._client.note_output(self.request_id)
@@ -331,14 +337,14 @@ class PromptRun:
         self._note_end()
         self._tell(output)
 
-    def _note_takeover(self) -> None:
-        """Records a takeover that has brought output. Of a request that is read whole none is recorded: engines hold
-        back its output, so nobody knows when it stood still.
+    def _note_takeover(self, waits: Waits | None) -> None:
+        """Records a takeover that has brought output; `waits` is the engine's part of it. Of a request that is read
+        whole none is recorded: engines hold back its output, so nobody knows when it stood still.
         """
         takeover, self._takeover = self._takeover, None
         if takeover is None or self._request.reads_whole:
             return
-        seconds = takeover.seconds()
+        seconds = takeover.seconds(waits)
         self._client.metrics.took_over(seconds)
         rounded = {f"{phase}_s": round(each, 4) for phase, each in seconds.items()}
         log_event("resumed", self.request_id, cause=takeover.cause, calls=takeover.num_calls, **rounded)

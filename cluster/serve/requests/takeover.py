@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Literal
 
 import msgspec
 
+from manta.cluster.engine.request import Waits
 from manta.cluster.http.exchange.metrics import TAKEOVER_PHASES
 from manta.cluster.serve.channel.token_channel import BEAT_S
 
@@ -56,8 +56,15 @@ class Takeover(msgspec.Struct):
     num_calls: int = 1
     """Calls of engines so far."""
 
-    def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each phase of a takeover that ends now."""
-        times = self.heard, self.noticed, self.taken, time.monotonic()
-        seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
+    def seconds(self, waits: Waits | None) -> dict[str, float]:
+        """Returns the seconds of each phase of a takeover that ends now. `waits` is what the engine has measured; None
+        from an engine of an earlier version, whose part counts as `compute`.
+        """
+        left_s = time.monotonic() - self.taken
+        told = (0.0, 0.0, left_s) if waits is None else (waits.prepare_s, waits.queue_s, waits.compute_s)
+        in_engine: list[float] = []
+        for each in told:  # the engine's clock began when the call arrived, a moment before the ingress knew of it
+            in_engine.append(min(each, left_s))
+            left_s -= in_engine[-1]
+        seconds = self.noticed - self.heard, self.taken - self.noticed, *in_engine, left_s
         return dict(zip(TAKEOVER_PHASES, seconds, strict=True))

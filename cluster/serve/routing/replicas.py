@@ -15,23 +15,29 @@ from collections.abc import Iterable
 
 import msgspec
 import ray
-import ray.util
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.pooling_request import PoolingRequest
+from manta.cluster.engine.ranks.siblings import SERVE_NAMESPACE
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.serve.routing.adapter_holders import adapter_key
 from manta.cluster.serve.routing.placement import Placement, Prompt
 from manta.cluster.serve.routing.prefix_index import block_keys
 from manta.workers.adapter_key import AdapterKey
 
-SERVE_NAMESPACE = "serve"
-"""Ray namespace of Serve's actors."""
 SILENT_BEATS = 4
 """Missed heartbeats (0.6 s) after which requests continue on another replica. A step holds up an engine's event loop
 for a few ms. A delay of the ingress's own does not count, because it counts beats and not time.
+"""
+PATIENT_BEATS = 16
+"""Most missed heartbeats (2.4 s) after which requests leave a replica that was left for its silence before, and then
+was heard again. Each time the number doubles.
+"""
+PATIENT_S = 60.0
+"""Seconds for which such a replica is given more time. On an overloaded machine processes stall for longer than
+`SILENT_BEATS`, and requests that moved each time would be computed again and again.
 """
 HUNG_BEATS = 20
 """Missed heartbeats (3 s) after which a replica is killed, if no other one can take its requests."""
@@ -62,6 +68,12 @@ class Replicas:
         self.placement = Placement()
         self._num_missed: dict[str, int] = {}
         """Missed heartbeats in a row, of replicas that owe heartbeats."""
+        self._silent: set[str] = set()
+        """Replicas that were left for their silence and have not been heard since."""
+        self._patience: dict[str, tuple[int, float]] = {}
+        """Heartbeats that a replica may miss, if they are more than `SILENT_BEATS`, and the time until which it may, on
+        `time.monotonic`'s clock.
+        """
         self._num_connections: collections.Counter[str] = collections.Counter()
         """Open connections of the channel by replica. For a moment a replica may have two."""
         self._avoided: dict[str, float] = {}
@@ -73,6 +85,10 @@ class Replicas:
         """Notes a heartbeat. A replica that `is_away` completes no step for some seconds and is avoided."""
         if self._num_missed:
             self._num_missed.pop(replica, None)
+        if replica in self._silent:
+            self._silent.discard(replica)
+            num_beats = min(2 * self._num_allowed(replica), PATIENT_BEATS)
+            self._patience[replica] = num_beats, time.monotonic() + PATIENT_S
         if is_away:
             self.avoid(replica)
         elif self._avoided:
@@ -84,8 +100,19 @@ class Replicas:
         """
         self._num_missed = {replica: self._num_missed.get(replica, 0) + 1 for replica in owing}
         for replica, count in self._num_missed.items():
-            if count > SILENT_BEATS:
+            if count > self._num_allowed(replica):
+                self._silent.add(replica)
                 self.avoid(replica)
+
+    def _num_allowed(self, replica: str) -> int:
+        """Returns the number of heartbeats that a replica may miss before its requests leave."""
+        if replica not in self._patience:
+            return SILENT_BEATS
+        num_beats, until = self._patience[replica]
+        if until > time.monotonic():
+            return num_beats
+        del self._patience[replica]
+        return SILENT_BEATS
 
     def connected(self, replica: str) -> None:
         """Notes that a replica has connected to this process."""
@@ -93,6 +120,8 @@ class Replicas:
 
     def disconnected(self, replica: str) -> None:
         """Notes that a connection of a replica has ended."""
+        self._silent.discard(replica)
+        self._patience.pop(replica, None)
         self._num_connections -= collections.Counter((replica,))  # subtraction drops replicas without a connection
 
     def is_connected(self, replica: str) -> bool:
@@ -109,7 +138,15 @@ class Replicas:
 
     def is_good(self, replica: str) -> bool:
         """Returns whether requests should stay with the replica: it runs and is not avoided."""
-        return self._avoided.get(replica, 0.0) <= time.monotonic() and self.is_running(replica)
+        return not self.is_avoided(replica) and self.is_running(replica)
+
+    def is_avoided(self, replica: str) -> bool:
+        """Returns whether the replica was silent or away, or lost its connection."""
+        return self._avoided.get(replica, 0.0) > time.monotonic()
+
+    def has_strangers(self) -> bool:
+        """Returns whether a running replica has not connected to this process."""
+        return not all(self.is_connected(replica) for names in self.running.values() for replica in names)
 
     def is_running(self, replica: str) -> bool:
         """Returns whether Serve runs the replica and has not told it to end, as far as Serve has told anything."""
@@ -130,7 +167,10 @@ class Replicas:
         the requests as it gets them: with `num_new_tokens`.
         """
         first, *others = (_prompt(request, block_size) for request in requests)
-        replica, num_new_tokens = self.placement.place(first, deployment, self._now_avoided())
+        avoided = self._now_avoided()
+        if requests[0].continued is not None:
+            avoided += self._strangers(deployment, avoided)
+        replica, num_new_tokens = self.placement.place(first, deployment, avoided)
         estimates = [num_new_tokens, *(self.placement.follow(prompt, replica) for prompt in others)]
         self.routed.update(dict.fromkeys((request.request_id for request in requests), replica))
         placed = zip(requests, estimates, strict=True)
@@ -156,6 +196,14 @@ class Replicas:
     def pick(self, deployment: str) -> str:
         """Returns the replica that gets a call which any replica can answer."""
         return self.placement.pick(deployment, self._now_avoided())
+
+    def _strangers(self, deployment: str, avoided: list[str]) -> list[str]:
+        """Returns the replicas that have not connected to this process, if others have that are not avoided. Serve
+        would ask such a replica first, and it may be slow to answer, so a stream does not wait for it.
+        """
+        good = self.running.get(deployment, frozenset()) - set(avoided)
+        strangers = [replica for replica in good if not self.is_connected(replica)]
+        return strangers if len(strangers) < len(good) else []
 
     def _now_avoided(self) -> list[str]:
         now, avoided = time.monotonic(), list(self._avoided.items())
@@ -201,14 +249,6 @@ def own_name() -> str:
         return serve.get_replica_context().replica_id.to_full_id_str()
     except RayServeException:
         return ""
-
-
-def has_siblings() -> bool:
-    """Returns whether the replica in this process has others of its deployment beside it; False outside Serve."""
-    deployment, separator, _ = own_name().rpartition("#")
-    actors = ray.util.list_named_actors(all_namespaces=True) if separator else []
-    named = {each["name"] for each in actors if each["namespace"] == SERVE_NAMESPACE}
-    return any(name.startswith(f"{deployment}#") and name != own_name() for name in named)
 
 
 def own_application() -> str:

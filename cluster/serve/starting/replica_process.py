@@ -19,6 +19,7 @@ from ray.serve._private import replica
 
 from manta.cluster.serve.starting.start_failure import logs_folder
 from manta.cluster.telemetry.request_log import keep_request_log, log_folder
+from manta.structured.low_priority import NICENESS
 from manta.structured.visible_logs import guard_process
 
 REPLICA_ENVIRONMENT = {
@@ -36,8 +37,6 @@ OBJECTS_BETWEEN_COLLECTIONS = 20_000
 """Allocations between two runs of the garbage collector. Python's default of 700 is reached after a few requests, while
 most of those objects are still in use.
 """
-NICENESS = 10
-"""Added to the niceness of processes whose work nobody waits for."""
 
 
 class ReplicaProcess:
@@ -95,7 +94,9 @@ def listen_on_own_address() -> None:
 
 
 def yield_to_engines() -> None:
-    """Lowers the priority of the calling thread and of the threads that it starts, so that they never delay a step."""
+    """Lowers the priority of this process, for whose work nobody waits: on Linux of the calling thread and of the
+    threads that it starts, elsewhere of all.
+    """
     os.nice(NICENESS)
 
 
