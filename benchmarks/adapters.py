@@ -1,4 +1,5 @@
-"""`manta bench adapters`: what LoRA adapters cost a decode step, in turns with an engine that has none.
+"""`manta bench adapters`: what LoRA adapters cost a decode step, in turns with an engine that has none, and how much
+longer the longest step is while adapters are loaded (`adapter_loads.py`), which comes first.
 
 Two engines take turns: one without adapters, and one that holds all of them. In the second one, turns differ in the
 adapters that the requests name, or they name none. Rows have adapters in turn, so that a batch has as many different
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.adapter_loads import measure_loads
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import (
     MIN_PAIRS_FOR_VERDICT,
@@ -76,12 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="32,1", help="rows of a step (default: 32,1)")
     parser.add_argument("--turns", type=int, default=MIN_PAIRS_FOR_VERDICT)
     parser.add_argument("--steps", type=int, default=12, help="steps of a turn (default: 12)")
+    parser.add_argument("--parts", default="steps,loads", help="what is measured (default: steps,loads)")
     options = parser.parse_args(arguments)
     model = pathlib.Path(options.model or benchmark_checkpoint("qwen2.5-0.5b"))
     print(machine(), file=sys.stderr)
     rows = [int(each) for each in options.rows.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         names = {what: _make(model, pathlib.Path(folder), what, options.num_adapters, options.rank) for what in TARGETS}
+        if "loads" in options.parts:
+            measure_loads(model, [*names["all linears"].values()], rows, options)
+        if "steps" not in options.parts:
+            return 0
         folders = {name: path for of_what in names.values() for name, path in of_what.items()}
         columns = "ms a step without", "with", "ratio (95%)", "bytes leave", "operations leave", "of the floor", "bar"
         markdown_head("weights", "adapters on", "rows", *columns)

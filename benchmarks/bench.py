@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes.util
 import functools
 import itertools
 import json
@@ -20,13 +19,14 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.http_load import LoadResult, run_load
+from benchmarks.http_load import run_load
+from benchmarks.peers import add_python_options, pythons_of, vllm_fields
 from benchmarks.processes import (
     PEER,
     BenchmarkError,
@@ -112,15 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"of both sides of an HTTP row, which share its pairs (default: {STARTS}; vllm: 1)",
     )
-    parser.add_argument("--vllm-python", metavar="PATH", help="Python of the environment that vLLM is installed in")
-    parser.add_argument(
-        "--vllm-preload",
-        metavar="LIB:LIB",
-        help="what vLLM preloads (default: tcmalloc and libiomp5, if found)",
-    )
-    parser.add_argument(
-        "--vllm-env", action="append", default=[], metavar="KEY=VALUE", help="environment of vLLM; may be repeated"
-    )
+    add_python_options(parser, "vllm")
     return parser
 
 
@@ -303,11 +295,7 @@ class Bench:
 
         def run(child: Child, batch: list[list[int]]) -> list[Row]:
             if isinstance(child, ServerProcess):
-                before = child.cpu_seconds_by_part()
-                result = run_load(child.port, child.model_name, batch, HTTP_OUTPUT, streams)
-                used = child.cpu_seconds_by_part()
-                cores = {part: (used.get(part, 0.0) - before.get(part, 0.0)) / result.seconds for part in PARTS}
-                return _load_rows(workload, result, cores)
+                return load_rows(workload, child, batch, streams)
             assert isinstance(child, EngineProcess)
             return _offline_rows(workload, child.generate(batch, HTTP_OUTPUT))
 
@@ -347,7 +335,12 @@ def _launch_row(server: Child) -> Row:
     return Row("http", "server launch to healthy", server.start_seconds, "s")
 
 
-def _load_rows(workload: str, result: LoadResult, cores: Mapping[str, float]) -> list[Row]:
+def load_rows(workload: str, server: ServerProcess, prompts: list[list[int]], streams: int) -> list[Row]:
+    """Sends a server these prompts in so many streams. Returns the figures, with how many cores each part kept busy."""
+    before = server.cpu_seconds_by_part()
+    result = run_load(server.port, server.model_name, prompts, HTTP_OUTPUT, streams)
+    used = server.cpu_seconds_by_part()
+    cores = {part: (used.get(part, 0.0) - before.get(part, 0.0)) / result.seconds for part in PARTS}
     gaps = sorted(result.gaps)
     return [
         Row(workload, "output", result.num_tokens / result.seconds, "tok/s"),
@@ -384,28 +377,11 @@ def _token_limit(name: str, model: str) -> int:
 
 
 def _vllm_setup(options: argparse.Namespace, notes: list[str]) -> Setup:
-    if not options.vllm_python:
+    pythons = pythons_of(options)
+    if "vllm" not in pythons:
         raise ValueError("--compare vllm needs --vllm-python, the Python that vLLM is installed in")
-    python = pathlib.Path(options.vllm_python).expanduser().absolute()
-    if not python.exists():
-        raise ValueError(f"there is no {python}; --vllm-python names the Python that vLLM is installed in")
-    if options.vllm_preload is not None:
-        preload = [str(pathlib.Path(path).expanduser()) for path in options.vllm_preload.split(":") if path]
-    else:
-        environment = python.parent.parent
-        openmp = environment / "lib" / "libiomp5.so"
-        unpacked = sorted(map(str, environment.parent.glob("deb/usr/lib/*/libtcmalloc_minimal.so.4")))
-        installed = map(ctypes.util.find_library, ("tcmalloc_minimal", "tcmalloc"))
-        allocator = [*unpacked, *(name for name in installed if name)][:1]
-        if not allocator or not openmp.exists():
-            notes.append("vLLM ran without tcmalloc or Intel's OpenMP, which slows it; see --vllm-preload")
-        preload = allocator + ([str(openmp)] if openmp.exists() else [])
-    return Setup(
-        kv_cache_bytes=options.kv_gib << 30,
-        vllm_python=str(python),
-        vllm_preload=tuple(preload),
-        vllm_environment=dict(item.partition("=")[::2] for item in options.vllm_env),
-    )
+    fields = vllm_fields(options, pythons["vllm"], notes)
+    return Setup(kv_cache_bytes=options.kv_gib << 30, pythons=pythons, **fields)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,69 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-4b-12-layers": (
+        "Qwen3",
+        151_669,
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2560,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 40_960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b-4-layers": (
+        "Qwen3Moe",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2048,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40_960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt-oss-20b-4-layers": (
+        "GptOss",
+        32_000,
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 2880,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "tiny-llama": (
         "Llama",
         32_000,
@@ -145,7 +208,8 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 """Name to (family, tokenizer's vocabulary, configuration). The first has 494 M parameters, as Qwen2.5-0.5B. Those of 8
 layers have the layers of Qwen3.5 and Gemma 3 with a small vocabulary, and layers of attention alone that are as large
-as the former.
+as the former. Qwen3-4B is cut to a third of its layers. The mixtures have all experts of Qwen3-30B-A3B and gpt-oss-20b
+in 4 layers, and a small vocabulary.
 """
 
 
@@ -154,10 +218,10 @@ def benchmark_checkpoint(name: str) -> pathlib.Path:
     return made_once(name, functools.partial(_make, name))
 
 
-def made_once(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Returns a folder of the benchmarks' cache, which `make` fills if it does not exist yet."""
+def made_once(name: str, make: Callable[[pathlib.Path], None], has: str = "config.json") -> pathlib.Path:
+    """Returns a folder of the benchmarks' cache, which `make` fills if the file that it `has` does not exist yet."""
     folder = cache_entry("benchmarks") / name
-    if not (folder / "config.json").is_file():
+    if not (folder / has).is_file():
         print(f"making the benchmark checkpoint {name} in {folder} (once) ...", file=sys.stderr, flush=True)
         partial = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
         try:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.forms import bytes_of, shape_of
+from benchmarks.floors import Shape, bytes_of
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kernels import cpu, cpu_experts, kv_cache, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -195,7 +195,7 @@ def cache_rows(seconds: float, bandwidth: float, rate: float) -> None:
 def step_rows(seconds: float, bandwidth: float, rate: float) -> None:
     """A decode step of the whole model over rounded caches, with one of twice as many bits in the place of torch."""
     folder = benchmark_checkpoint(MODEL)
-    config, shape = load_model_config(folder), shape_of(str(folder))
+    config, shape = load_model_config(folder), Shape(folder)
     model = load_model(folder, config, "bfloat16", choose_platform("cpu", None))
     weight_bytes = 2 * (shape.layer_elements + shape.head_elements)
     for cached, wider in CACHES:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.forms import Rates, measure_rates
+from benchmarks.floors import Rates, Shape, measure_rates
+from benchmarks.peers import PEERS, add_python_options, pythons_of
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
 from benchmarks.report import machine, ratio_of
 from benchmarks.workloads import Prompts, PromptSource, alternate, step_seconds
@@ -31,67 +30,17 @@ STEPS, PROMPT = 96, 512
 CONVERSATION, THOUGHTS, ANSWER, QUESTION = 2000, 150, 50, 100
 """Tokens of the first prompt, of what the model thinks, of its answer and of the second question."""
 DECODE, PREFILL = "decode step", "prefill"
-ELEMENT_BYTES = 2
-"""Bytes of a weight, a key or a value in bfloat16."""
-STATE_BYTES = 4
-"""Bytes of a number of a state."""
-
-
-class Shape:
-    """The numbers that a step of one row and a prefill cannot do without, from a checkpoint's files."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        shapes = tensor_shapes(folder / "model.safetensors")
-        head = "lm_head.weight" if "lm_head.weight" in shapes else "model.embed_tokens.weight"
-        others = {"lm_head.weight", "model.embed_tokens.weight"}
-        self.head_elements = shapes[head][0] * shapes[head][1]
-        self.layer_elements = sum(
-            rows[0] * rows[1] for name, rows in shapes.items() if len(rows) == 2 and name not in others
-        )
-        kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-        self.attending = [kind for kind in kinds if kind != "linear_attention"]
-        num_states = len(kinds) - len(self.attending)
-        width = config.get("linear_key_head_dim", 0) * config.get("linear_value_head_dim", 0)
-        self.state_elements = num_states * config.get("linear_num_value_heads", 0) * width
-        self.window = config.get("sliding_window") or sys.maxsize
-        self.query_width = config["num_attention_heads"] * config["head_dim"]
-        self.kv_width = config["num_key_value_heads"] * config["head_dim"]
-
-    def _keys(self, context: int) -> int:
-        """Returns the keys that a token reads in all layers."""
-        return sum(min(context, self.window if kind == "sliding_attention" else context) for kind in self.attending)
-
-    def step_seconds(self, context: int, bandwidth: float) -> float:
-        """A decode step of one row, from a memory of so many bytes a second. It reads each state and writes it."""
-        weights = (self.layer_elements + self.head_elements) * ELEMENT_BYTES
-        keys = self._keys(context) * self.kv_width * 2 * ELEMENT_BYTES
-        return (weights + keys + self.state_elements * 2 * STATE_BYTES) / bandwidth
-
-    def prefill_seconds(self, num_tokens: int, rate: float) -> float:
-        """A prefill of one prompt, at so many operations a second. A state takes two products for each token."""
-        pairs = sum(self._keys(context) for context in range(1, num_tokens + 1))
-        products = num_tokens * (self.layer_elements + 2 * self.state_elements) + self.head_elements
-        return 2 * (products + pairs * self.query_width * 2) / rate
-
-
-def tensor_shapes(path: pathlib.Path) -> dict[str, list[int]]:
-    """Returns the shapes of a safetensors file's tensors, by name."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def turn(engine: EngineProcess, prompts: tuple[Prompts, Prompts]) -> dict[str, float]:
     """One turn of an engine: seconds of a decode step and of the prefill."""
     one, long = prompts
-    decoding = engine.generate(one, STEPS)
-    seconds = step_seconds([decoding], 1) if decoding.steps else decoding.seconds / STEPS
-    return {DECODE: seconds, PREFILL: engine.generate(long, 1).seconds}
+    step = step_seconds([engine.generate(one, STEPS)], 1)
+    return {DECODE: step, PREFILL: engine.generate(long, 1).seconds}
 
 
-def measure_speed(name: str, setup: Setup, gguf: str | None, num_turns: int) -> None:
-    """Prints a decode step and a prefill of one shape, over their floors and over llama.cpp."""
+def measure_speed(name: str, setup: Setup, num_turns: int) -> None:
+    """Prints a decode step and a prefill of one shape, over floors and over llama.cpp if `setup` has its Python."""
     folder = benchmark_checkpoint(name)
     shape, source, rates = Shape(folder), PromptSource(TOKEN_LIMIT), list[Rates]()
 
@@ -102,13 +51,15 @@ def measure_speed(name: str, setup: Setup, gguf: str | None, num_turns: int) -> 
     with contextlib.ExitStack() as stack:
         engines = [EngineProcess("manta", str(folder), setup)]
         stack.callback(engines[0].stop)
-        if gguf is not None:
-            engines.append(EngineProcess("llamacpp", gguf, setup, 4))
+        if "llamacpp" in setup.pythons:
+            file = PEERS["llamacpp"].formats["bfloat16"].prepare(folder, setup.pythons["llamacpp"])
+            engines.append(EngineProcess("llamacpp", str(file), setup, 4))
             stack.callback(engines[1].stop)
         found = alternate(engines, num_turns, next_turn, turn, _say)
+    counted = rates[1:]  # the first warmed up
     floors = {
-        DECODE: [shape.step_seconds(32 + STEPS // 2, each.bandwidth) for each in rates[1:]],  # the first warmed up
-        PREFILL: [shape.prefill_seconds(PROMPT, each.bfloat16) for each in rates[1:]],
+        DECODE: [shape.step_seconds(1, 32 + STEPS // 2, each.bfloat16, each.bandwidth) for each in counted],
+        PREFILL: [shape.prefill_seconds(1, PROMPT, each.bfloat16) for each in counted],
     }
     for figure, floor in floors.items():
         own, *others = [[each[figure] for (each,) in turns] for turns in found]
@@ -163,24 +114,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--parts", default="speed,turns", help="of speed, turns (default: both)")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--llamacpp-python", metavar="PATH", help="Python of an environment with xllamacpp")
-    parser.add_argument(
-        "--gguf", metavar="SHAPE=FILE", action="append", default=[], help=f"in bfloat16; SHAPE is {HYBRID} or {WINDOWS}"
-    )
+    add_python_options(parser, "llamacpp")
     options = parser.parse_args(arguments)
-    parts, ggufs = options.parts.split(","), dict(each.partition("=")[::2] for each in options.gguf)
+    parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in ("speed", "turns")]:
         parser.error(f"--parts {unknown[0]}: use speed, turns or both")
-    if unknown := [name for name in ggufs if name not in (HYBRID, WINDOWS)]:
-        parser.error(f"--gguf {unknown[0]}: use {HYBRID} or {WINDOWS}")
-    if bool(ggufs) != bool(options.llamacpp_python):
-        parser.error("--llamacpp-python and --gguf belong together")
+    try:
+        setup = Setup(kv_cache_bytes=1 << 30, pythons=pythons_of(options))
+    except ValueError as error:
+        parser.error(str(error))
     print(machine(), file=sys.stderr)
-    setup = Setup(kv_cache_bytes=1 << 30, llamacpp_python=options.llamacpp_python)
     try:
         if "speed" in parts:
             for name in (HYBRID, WINDOWS):
-                measure_speed(name, setup, ggufs.get(name), options.turns)
+                measure_speed(name, setup, options.turns)
         if "turns" in parts:
             measure_turns(setup, options.turns)
     except BenchmarkError as error:

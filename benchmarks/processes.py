@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +33,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PEER = "peer"
 """The second Manta of a comparison."""
 MAX_MODEL_LEN = 4096
+MAX_STREAMS = 64
+"""Streams for which a server of llama.cpp has room; the others find room as they need it."""
 START_TIMEOUT_S = 600.0
 
 
@@ -47,12 +49,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = MAX_MODEL_LEN
     environment: dict[str, str] = {}
     """Variables that Manta's processes get in addition."""
-    vllm_python: str | None = None
+    pythons: dict[str, str] = {}
+    """The Python of each other engine, by the engine's name."""
     vllm_preload: tuple[str, ...] = ()
     vllm_environment: dict[str, str] = {}
     peer_checkout: str | None = None
     """Checkout of the second Manta; None uses this one."""
-    llamacpp_python: str | None = None
     weights: str = "auto"
     """Manta's option of this name."""
     exact: bool = False
@@ -68,6 +70,8 @@ class Timing(NamedTuple):
     """(seconds since the start, sequences that gained tokens) of each step that gave any."""
     num_cached: int = 0
     """Tokens of prompts that a cache held, as Manta tells it."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each choice."""
 
 
 _running: list[Child] = []
@@ -263,10 +267,9 @@ class EngineProcess(Child):
             "weights": setup.weights,
             "exact": setup.exact,
         }
-        root = checkout_of(engine, setup)
-        name = "manta" if engine == PEER else engine
-        command = [python_of(engine, setup), str(root / "benchmarks" / "engine_child.py"), name, json.dumps(options)]
-        super().__init__(command, environment_of(engine, setup), root)
+        super().__init__(
+            child_command(engine, setup, options), environment_of(engine, setup), checkout_of(engine, setup)
+        )
         try:
             self._read()
         except BaseException:
@@ -274,12 +277,22 @@ class EngineProcess(Child):
             raise
         self.start_seconds = time.perf_counter() - self.started
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, n: int = 1, temperature: float = 0.0) -> Timing:
-        """Generates past end-of-sequence tokens: `n` choices for each prompt."""
-        sampling = {"max_tokens": max_tokens, "n": n, "temperature": temperature}
-        answer = self._ask({"do": "generate", "prompts": prompts, "sampling": sampling})
-        steps = [(seconds, rows) for seconds, rows in answer["steps"]]
-        return Timing(answer["seconds"], answer["num_tokens"], steps, answer.get("num_cached", 0))
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int | Sequence[int],
+        n: int = 1,
+        temperature: float = 0.0,
+        schema: Mapping[str, Any] | None = None,
+    ) -> Timing:
+        """Generates `n` choices for each prompt past end-of-sequence tokens, or up to the end of what `schema` allows.
+        `max_tokens` is the same for all prompts, or each prompt's.
+        """
+        each = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        work = {"prompts": prompts, "max_tokens": each, "sampling": {"n": n, "temperature": temperature}}
+        answer = self._ask({"do": "generate", **work, "schema": schema})
+        steps, lengths = [(seconds, rows) for seconds, rows in answer["steps"]], tuple(answer["lengths"])
+        return Timing(answer["seconds"], sum(lengths), steps, answer["num_cached"], lengths)
 
     def bytes_beyond_kv(self) -> int:
         """Memory of all processes without the KV pool."""
@@ -316,7 +329,7 @@ class ServerProcess(Child):
     ) -> None:
         """`options` are Manta's, by their dotted names."""
         self.engine, self.port, self.model_name = engine, port, "bench"
-        command = (_vllm_server if engine == "vllm" else _manta_server)(model, setup, port)
+        command = _SERVERS.get(engine, _manta_server)(model, setup, port)
         command += _set(options or {})
         super().__init__(command, environment_of(engine, setup), checkout_of(engine, setup))
         try:
@@ -327,7 +340,7 @@ class ServerProcess(Child):
         self.start_seconds = time.perf_counter() - self.started
         # Ray uses a tenth of a core for nothing, which would slow the other in its turn: always paused between turns.
         # Its daemons wake together and a pause of a few seconds misses one health check at most, of five that count.
-        self.spins = engine != "vllm"
+        self.spins = engine not in _SERVERS
 
     def wait_until_healthy(self) -> None:
         handlers = [] if self.tls is None else [urllib.request.HTTPSHandler(context=self.tls)]
@@ -353,7 +366,13 @@ def checkout_of(engine: str, setup: Setup) -> pathlib.Path:
 
 
 def python_of(engine: str, setup: Setup) -> str:
-    return {"vllm": str(setup.vllm_python), "llamacpp": str(setup.llamacpp_python)}.get(engine, sys.executable)
+    return setup.pythons.get(engine, sys.executable)
+
+
+def child_command(engine: str, setup: Setup, options: Mapping[str, Any]) -> list[str]:
+    """Returns the command of an engine's process. A second Manta's is this checkout's too, with the peer's code."""
+    name = "manta" if engine == PEER else engine
+    return [python_of(engine, setup), str(ROOT / "benchmarks" / "engine_child.py"), name, json.dumps(options)]
 
 
 def environment_of(engine: str, setup: Setup) -> dict[str, str]:
@@ -368,11 +387,13 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
     if engine in ("manta", PEER):
         common |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(checkout_of(engine, setup))}
         return common | (setup.environment if engine == "manta" else {})
-    if engine == "llamacpp":
+    if engine == "openvino":
+        return common | {"CI": "true"}  # else its telemetry waits for minutes where there is no network
+    if engine != "vllm":
         return common
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     # Compiled code that the peer's set-up left beside its environment saves a minute at each start.
-    home = pathlib.Path(str(setup.vllm_python)).parents[2]
+    home = pathlib.Path(setup.pythons["vllm"]).parents[2]
     caches = {"VLLM_CACHE_ROOT": home / "vllm-cache", "TORCHINDUCTOR_CACHE_DIR": home / "inductor-cache"}
     common |= {name: str(folder) for name, folder in caches.items() if folder.is_dir()}
     return common | {
@@ -434,4 +455,13 @@ def _set(options: Mapping[str, Any]) -> list[str]:
 def _vllm_server(model: str, setup: Setup, port: int) -> list[str]:
     flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "bench", "--dtype", "bfloat16"]
     flags += ["--max-model-len", str(MAX_MODEL_LEN), "--disable-log-stats", "--disable-uvicorn-access-log"]
-    return [str(setup.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    return [setup.pythons["vllm"], "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+
+
+def _llamacpp_server(model: str, setup: Setup, port: int) -> list[str]:
+    room = {"max_model_len": setup.max_model_len, "max_num_sequences": MAX_STREAMS}
+    return child_command("llamacpp", setup, {"model": model, "port": port, **room})
+
+
+_SERVERS = {"vllm": _vllm_server, "llamacpp": _llamacpp_server}
+"""The commands of the peers' servers, of a model, the options and a port."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 from tqdm import tqdm
 
+from benchmarks.processes import ROOT
 from benchmarks.workloads import Row
 from manta.structured.host import num_cores
 
@@ -223,10 +225,10 @@ def header(compared: bool) -> str:
 
 def table_line(result: Result, compared: bool) -> str:
     """A result in the columns of `header`; widths are fixed, so that a line can be printed before the next is known."""
-    cells = [result.workload, result.metric, _figure(result.value, result.unit)]
+    cells = [result.workload, result.metric, figure_text(result.value, result.unit)]
     if compared:
         cells += [
-            "" if result.peer is None else _figure(result.peer, result.unit),
+            "" if result.peer is None else figure_text(result.peer, result.unit),
             "" if result.ratio is None else f"{result.ratio:.3f}",
             "" if result.interval is None else f"{result.interval[0]:.3f} to {result.interval[1]:.3f}",
         ]
@@ -240,28 +242,41 @@ def _aligned(cells: list[str]) -> str:
     return "  ".join([cells[0].ljust(8), cells[1].ljust(41), *numbers, verdict]).rstrip()
 
 
-def _figure(value: float, unit: str) -> str:
+def figure_text(value: float, unit: str) -> str:
+    """Returns a figure with its unit."""
     digits = 0 if value >= 1000 else 1 if value >= 100 else 2
     return f"{value:,.{digits}f} {unit}"
 
 
 def machine() -> str:
     """One line on where and when this was measured."""
+    return (
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {processor_name()}, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, load {os.getloadavg()[0]:.1f}, Manta {commit()}"
+    )
+
+
+def processor_name() -> str:
+    """Returns the processor's model and the number of cores."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # where there is one, it knows more
         for line in file:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    root = pathlib.Path(__file__).parents[1]
-    commit = subprocess.run(
-        ["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {model}, {num_cores()} cores, "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, load {os.getloadavg()[0]:.1f}, "
-        f"Manta {commit.stdout.strip() or 'outside git'}"
-    )
+    return f"{model}, {num_cores()} cores"
+
+
+def commit() -> str:
+    """Returns the name of the commit that is checked out, with a digest of the changes since."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, check=False).stdout
+
+    name, changes = git("rev-parse", "--short", "HEAD").decode().strip(), git("diff", "HEAD")
+    if not name:
+        return "outside git"
+    return f"{name}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else name
 
 
 def turns(count: int, what: str) -> Iterator[int]:

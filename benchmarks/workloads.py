@@ -3,11 +3,14 @@
     a  32 requests of 128 tokens in and 128 out       b  one request, 32 in and 96 out
     c  64 choices of one 512-token prompt, 64 out, temperature 1, against 64 requests of one token in
     d  16 requests of 1,024 shared and 32 own tokens in, 32 out, with the shared part unseen, and seen
+    e  16 requests of 64 in under a JSON schema, temperature 1, and as many of the same lengths without it
     g  the tiny model, one row and 32 rows: what a step costs besides the model
+    p  the prefill of one prompt of 512 tokens
 
-All others are greedy, and all continue past end-of-sequence tokens. Prompts are random token ids, fresh for every block
-unless noted, so that the prefix cache helps only where a workload shares a prefix. A shared machine's speed varies
-within minutes, so engines take turns with the same prompts. A block is one engine's turn, about 2 s in the large shape.
+All others are greedy, and all but those under a schema continue past end-of-sequence tokens. Prompts are random token
+ids, fresh for every block unless noted, so that the prefix cache helps only where a workload shares a prefix. A shared
+machine's speed varies within minutes, so engines take turns with the same prompts. A block is one engine's turn, about
+2 s in the large shape.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.processes import BenchmarkError, Child, EngineProcess, Timing
 
@@ -181,6 +184,53 @@ def _d_figures(timings: list[list[Timing]]) -> list[Row]:
     return [Row("d", "shared, cold", cold.seconds, "s"), Row("d", "shared, warm", warm.seconds, "s")]
 
 
+E_ROWS, E_PROMPT, E_OUTPUT = 16, 64, 128
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 1, "maximum": 99999},
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,10}$"},
+        "kind": {"type": "string", "enum": ["alpha", "beta", "gamma", "delta-longer-name"]},
+        "owner": {
+            "type": "object",
+            "properties": {"login": {"type": "string", "maxLength": 16}, "age": {"type": "integer"}},
+            "required": ["login", "age"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 2, "maxItems": 6},
+        "scores": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 8},
+    },
+    "required": ["id", "name", "kind", "owner", "tags", "scores"],
+    "additionalProperties": False,
+}
+
+
+def schema_prompts(prompts: PromptSource) -> list[tuple[Prompts, Prompts]]:
+    """Returns the one block of `e`: prompts of requests under the schema, and of those without it."""
+    return [(prompts(E_ROWS, E_PROMPT), prompts(E_ROWS, E_PROMPT))]
+
+
+def run_schema(engine: EngineProcess, block: tuple[Prompts, Prompts]) -> list[Row]:
+    """One turn of `e`, whose second half depends on what the first half wrote."""
+    under, free = block
+    constrained = engine.generate(under, E_OUTPUT, temperature=1.0, schema=SCHEMA)
+    unconstrained = engine.generate(free, constrained.lengths, temperature=1.0)
+    if unconstrained.num_tokens != constrained.num_tokens:
+        raise BenchmarkError(f"{engine.engine} did not write as much without a schema")
+    return [
+        Row("e", "output, 16 rows under a schema", constrained.num_tokens / constrained.seconds, "tok/s"),
+        Row("e", "under a schema over the same lengths without", unconstrained.seconds / constrained.seconds, "x"),
+    ]
+
+
+P_PROMPT = 512
+
+
+def _p_figures(timings: list[list[Timing]]) -> list[Row]:
+    ((prefill,),) = timings
+    return [Row("p", f"prefill of {P_PROMPT}", P_PROMPT / prefill.seconds, "tok/s")]
+
+
 WORKLOADS = {
     "a": [
         Workload("a", _a_blocks, _a_figures),
@@ -194,9 +244,10 @@ WORKLOADS = {
     "b": [_batch("b", 1, 32, 96)],
     "c": [Workload("c", _c_blocks, _c_figures, max_repetitions=5)],
     "d": [Workload("d", _d_blocks, _d_figures)],
+    "p": [Workload("p", lambda prompts: [[Generation(prompts(1, P_PROMPT), 1)]], _p_figures)],
     "g": [_batch("g", 1, 32, 128, times=6), _batch("g", 32, 128, 128, times=2)],
 }
-"""`g` runs on the tiny model, the others on the large one."""
+"""`g` runs on the tiny model, the others on the large one. `e` is `run_schema`."""
 
 
 def run_workload(

@@ -22,7 +22,8 @@ RequestKind = Literal[_Shape, _Choice, _Together, _Size, _Parameter, _Constraint
 _Door = Literal["no_key", "forbidden_origin", "operators_only"]
 _Access = Literal[_Door, "unknown_url", "wrong_method", "no_websocket", "connection_too_old"]
 _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_response", "unknown_stream"]
-_State = Literal["name_taken", "no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
+_Ended = Literal["batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost", "adapter_lost"]
+_State = Literal["name_taken", "no_storage", _Ended]
 _Load = Literal["quota", "over_rate_limit", "rate_limit", "queue_full", "too_many_streams", "too_many_messages"]
 _Transfer = Literal["too_many_bodies", "body_too_large", "foreign_encoding", "client_too_slow", "deadline"]
 _Failure = Literal["bug", "failed", "engine_failed", "model_failed", "unavailable"]
@@ -138,6 +139,7 @@ WORDS: dict[Kind, str] = {
     "no_storage": "this server {cause}",
     "name_taken": "{given} is taken by {bound}",
     "adapter_gone": "the adapter's values {value} are not here: it was replaced, or its folder has other ones",
+    "adapter_lost": "the adapter's values {value} are gone, and the answer had begun with them",
     "batch_has_ended": "batch {place} has ended: it is {value}",
     "foreign_encoding": "the body has the encoding {value}",
     "no_websocket": "{place} opens a WebSocket connection",

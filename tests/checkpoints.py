@@ -187,6 +187,22 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         parameter.data.copy_(value)
 
 
+def set_buffers(model: torch.nn.Module) -> None:
+    """Gives stored buffers numbers with which they matter."""
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("balancing_biases"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
+        if name.endswith("tid2eid"):
+            num_experts: Any = model.config.n_routed_experts
+            chosen = [torch.randperm(num_experts, generator=generator)[: buffer.shape[1]] for _ in buffer]
+            buffer.copy_(torch.stack(chosen))
+
+
 _folders: dict[tuple, pathlib.Path] = {}
 _root: tempfile.TemporaryDirectory | None = None
 

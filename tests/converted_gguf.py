@@ -16,7 +16,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-import safetensors.torch
+import safetensors
 from gguf.constants import MODEL_ARCH_NAMES
 
 from tests import converted_hybrids
@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
+    "LlamaForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
@@ -76,6 +77,7 @@ _AROUND_QWENS_HEAD = {
 }
 """llama.cpp's names of what is around the layer of a draft head."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_LAYER = re.compile(r".*?layers\.\d+\.")
 _STREAM = re.compile(r"(model\.altup_\w+)\.(\d+)\.weight")
 
 
@@ -87,37 +89,49 @@ def convert(
     is_dense: bool = False,
     tensors_each: int = 0,
     as_name: str | None = None,
+    by_layer: bool = False,
 ) -> pathlib.Path:
     """Writes the checkpoint of `folder` to `path`. `kind_of` chooses the types of tensors that are no vectors; if
     `is_dense`, the file has the numbers that their blocks stand for. With `tensors_each`, the model is split into files
     of so many tensors. `as_name` is llama.cpp's name of the architecture, if the text decoder of a multimodal model has
-    another one than alone.
+    another one than alone. `by_layer` holds one layer at a time in memory and the rest in a temporary file, for models
+    whose layers are converted each by itself.
     """
-    stored = safetensors.torch.load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     name = as_name or name_of(config)
-    found, num_heads = _heads_as_layers({key: each.float().numpy() for key, each in stored.items()}, config)
-    if num_heads:
-        config |= {"num_hidden_layers": config["num_hidden_layers"] + num_heads}
     (architecture,) = (arch for arch, spelled in MODEL_ARCH_NAMES.items() if spelled == name)
-    writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_each)
-    _add_keys(writer, config, name)
-    if num_heads:
-        writer.add_nextn_predict_layers(num_heads)
-    add_tokenizer(writer, folder)
-    tensors = _of_architecture(found, config, name)
-    names = gguf.get_tensor_name_map(architecture, num_layers_of(config))
-    for key, tensor in sorted(tensors.items()):
-        if key == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue
-        converted = key if key.startswith("blk.") else names.get_name(key, try_suffixes=(".weight", ".bias"))
-        assert converted is not None, key
-        add_tensor(writer, converted, tensor, kind_of, is_dense=is_dense)
+    writer = gguf.GGUFWriter(path, name, use_temp_file=by_layer, split_max_tensors=tensors_each)
+    with safetensors.safe_open(folder / "model.safetensors", "pt") as stored:
+        _, num_heads = _heads_as_layers(dict.fromkeys(stored.keys(), np.empty(0)), config)
+        whole = config | ({"num_hidden_layers": config["num_hidden_layers"] + num_heads} if num_heads else {})
+        _add_keys(writer, whole, name)
+        if num_heads:
+            writer.add_nextn_predict_layers(num_heads)
+        add_tokenizer(writer, folder)
+        names = gguf.get_tensor_name_map(architecture, num_layers_of(whole))
+        for part in _layers(stored.keys()) if by_layer else [stored.keys()]:
+            found, _ = _heads_as_layers({key: stored.get_tensor(key).float().numpy() for key in part}, config)
+            tensors = _of_architecture(found, whole, name)
+            for key, tensor in sorted(tensors.items()):
+                if key == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                converted = key if key.startswith("blk.") else names.get_name(key, try_suffixes=(".weight", ".bias"))
+                assert converted is not None, key
+                add_tensor(writer, converted, tensor, kind_of, is_dense=is_dense)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _layers(keys: list[str]) -> list[list[str]]:
+    """Returns the names of each layer's tensors, and those of the rest."""
+    layers: dict[str, list[str]] = {}
+    for key in keys:
+        found = _LAYER.match(key)
+        layers.setdefault("" if found is None else found[0], []).append(key)
+    return list(layers.values())
 
 
 def _heads_as_layers(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, int]:
@@ -272,6 +286,11 @@ def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
+def _add_mixtrals(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if "num_local_experts" in config:
+        _add_experts(writer, config)
+
+
 def _add_expert_width(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
 
@@ -361,7 +380,7 @@ _OWN: dict[str, tuple[Add, ...]] = {
     "qwen2vl": (_add_sections,),
     "qwen3vl": (_add_sections, _add_deepstack),
     "qwen3vlmoe": (_add_sections, _add_deepstack, _add_experts, _add_expert_width),
-    "llama": (_add_experts,),
+    "llama": (_add_mixtrals,),
     "qwen3moe": (_add_experts, _add_expert_width),
     "gpt-oss": (_add_experts, _add_expert_width),
     "gemma2": (_add_caps,),

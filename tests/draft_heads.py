@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import on_one_thread, randomise, reference_model
-from tests.workers.test_layer_kinds import CASES, SIZES, folder_of, set_buffers
+from tests.checkpoints import on_one_thread, randomise, reference_model, set_buffers
+from tests.workers.test_layer_kinds import CASES, SIZES, folder_of
 
 HEADS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "deepseek_v32"),

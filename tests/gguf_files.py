@@ -135,8 +135,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    types = [3 if token in special else 1 for token in tokens]
+    # llama.cpp wants a token for each row of the embedding, so its converter fills up with unused ones
+    padding = range(len(tokens), json.loads((folder / "config.json").read_text())["vocab_size"])
+    writer.add_token_list([*tokens, *(f"[PAD{number}]" for number in padding)])
+    writer.add_token_types([*types, *(5 for _ in padding)])
     writer.add_token_merges([" ".join(merge) for merge in loaded["model"]["merges"]])
     config = json.loads((folder / "tokenizer_config.json").read_text())
     for role, add in (("bos_token", writer.add_bos_token_id), ("eos_token", writer.add_eos_token_id)):

@@ -38,8 +38,17 @@ def quantised_pair(
 ) -> tuple[pathlib.Path, pathlib.Path]:
     """Writes the checkpoint of `folder` quantised, with this `quantization_config`, and dequantised; returns both."""
     quantised, dense = at / "quantised", at / "dense"
-    shutil.copytree(folder, quantised)
     shutil.copytree(folder, dense)
+    meant = write_quantised(folder, quantised, quantise, config)
+    safetensors.torch.save_file(meant, dense / "model.safetensors", {"format": "pt"})
+    return quantised, dense
+
+
+def write_quantised(
+    folder: pathlib.Path, quantised: pathlib.Path, quantise: Quantise, config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Writes the checkpoint of `folder` with this `quantization_config`; returns what its tensors stand for."""
+    shutil.copytree(folder, quantised, dirs_exist_ok=True)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
@@ -50,12 +59,10 @@ def quantised_pair(
             stored |= {f"{part}.{suffix}": tensor.contiguous() for suffix, tensor in done.tensors.items()}
             meant[name] = done.weight.contiguous()
     assert stored.keys() != tensors.keys() or any(tensors[name].dtype != stored[name].dtype for name in tensors)
-    metadata = {"format": "pt"}
-    safetensors.torch.save_file(stored, quantised / "model.safetensors", metadata)
-    safetensors.torch.save_file(meant, dense / "model.safetensors", metadata)
+    safetensors.torch.save_file(stored, quantised / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
-    return quantised, dense
+    return meant
 
 
 def of_layers(quantise: Callable[[torch.Tensor], Stored]) -> Quantise:

@@ -42,7 +42,10 @@ def _check_model(model: ModelConfig) -> None:
             f"another model, {_OR}"
         )
     attending = [layer for layer, attends in enumerate(model.attends) if attends]
-    for head_dim in sorted({model.heads_of(layer).head_dim for layer in attending}):
+    widths = {model.heads_of(layer).head_dim for layer in attending}
+    if model.compressed is not None:
+        widths.add(model.compressed.head_dim)
+    for head_dim in sorted(widths):
         if head_dim % HEAD_DIM_MULTIPLE:
             raise ModelError(
                 f"exact needs heads of a multiple of {HEAD_DIM_MULTIPLE}, and those of this {model.architecture} have "

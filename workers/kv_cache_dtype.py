@@ -31,6 +31,11 @@ def check_kv_cache(options: ModelOptions, device: str, model: ModelConfig | None
             f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys hold "
             f"biases too, as those of positions (ALiBi), and {bits} bits are too few for these; {_REMEDY}"
         )
+    if model is not None and model.compressed is not None:
+        raise ModelError(
+            f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys lie beside "
+            f"compressed ones, which would have the same scale; {_REMEDY}"
+        )
     if model is not None and model.indexer is not None:
         raise ModelError(
             f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached latent vectors "

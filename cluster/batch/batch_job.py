@@ -193,7 +193,9 @@ async def _tried(job: BatchJob, key: LineKey, request: BatchRequest, place: _Pla
     num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
     while True:
         response = await job.answer(request, key.id, job.owner)
-        if response.status_code in RETRIED_STATUSES and _code(response) != "model_failed":
+        if (code := _code(response)) == "adapter_lost":
+            return response  # another try would have other values
+        if response.status_code in RETRIED_STATUSES and code != "model_failed":
             is_last = time.monotonic() - begun > PATIENCE_S
         else:
             num_failures += 1

@@ -15,6 +15,7 @@ from manta.cluster.cli.refusal import Refusal
 from manta.structured.visible_text import say, say_lines
 
 SUITES = {
+    "table": "Manta beside vLLM, llama.cpp, ik_llama.cpp and OpenVINO, into a file that a later run continues",
     "constraints": "what constraints cost",
     "cluster-http": "HTTP on a cluster, by the way from a client to an engine",
     "batch": "what a batch costs beside its engine",

@@ -6,7 +6,8 @@ One table is the truth for all ingresses and engines of a model. Each change mak
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -63,6 +64,16 @@ class AdapterTable(msgspec.Struct, frozen=True):
         kept = {digest: until for digest, until in replaced.items() if digest not in digests}
         is_unloaded = self.applied is not None and self.applied.name in self.loaded.keys() - loaded.keys()
         return AdapterTable(self.version + 1, dict(loaded), kept, None if is_unloaded else self.applied)
+
+    def keeping(self, used: Collection[str], now: float, keep_s: float) -> AdapterTable:
+        """Returns the next table, in which replaced values that requests use stay for at least `keep_s` seconds more;
+        this one if they do anyway for half of that.
+        """
+        late = {digest for digest in used if self.replaced.get(digest, math.inf) < now + keep_s / 2}
+        if not late:
+            return self
+        replaced = self.replaced | dict.fromkeys(late, now + keep_s)
+        return msgspec.structs.replace(self, version=self.version + 1, replaced=replaced)
 
     def applying(self, applied: AppliedAdapter | None) -> AdapterTable:
         """Returns the next table, in which requests that name the model have another adapter."""

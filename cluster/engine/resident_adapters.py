@@ -25,6 +25,8 @@ class ResidentAdapters:
         self._fixed = {each.digest: each.num_bytes for each in fixed}
         self._loaded: dict[str, None] = {}
         """Digests of those that may leave, least recently used first."""
+        self.digests = frozenset(self._fixed)
+        """The digests of all that are here, as another object when they have changed. Any thread may ask."""
         self.find: Callable[[str], ReadAdapter] | None = None
         """Reads the adapter with a digest again; None if none may leave."""
 
@@ -68,6 +70,7 @@ class ResidentAdapters:
                     return False
                 self._forget(leaving)
             self._loaded[adapter.digest] = None
+            self._note()
         self.use(adapter.digest)
         return True
 
@@ -77,6 +80,7 @@ class ResidentAdapters:
         """
         used = self._scheduler.adapters_in_use()
         lost, self._loaded = self._loaded, {}
+        self._note()
         for digest in lost:
             if digest in used:
                 assert self.find is not None, "whoever loads adapters can read them again"
@@ -94,3 +98,7 @@ class ResidentAdapters:
     def _forget(self, digest: str) -> None:
         self._executor.drop_adapter(digest)
         del self._loaded[digest]
+        self._note()
+
+    def _note(self) -> None:
+        self.digests = frozenset((*self._fixed, *self._loaded))

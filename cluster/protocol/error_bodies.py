@@ -51,6 +51,7 @@ ANSWERS: dict[Kind, Answer] = {
     "batch_has_ended": Answer(409, "batch_has_ended"),
     "name_taken": Answer(409, "name_taken"),
     "adapter_gone": Answer(503, "adapter_gone"),
+    "adapter_lost": Answer(503, "adapter_lost"),
     "foreign_encoding": Answer(415, "unsupported_encoding"),
     "no_websocket": Answer(426, "upgrade_required"),
     "connection_too_old": Answer(code="websocket_connection_limit_reached"),

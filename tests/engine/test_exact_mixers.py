@@ -83,6 +83,8 @@ OTHERS = (
     "deepseek_v32",
     "glm_moe_dsa",
     "axk2",
+    "hy_v4",
+    "deepseek_v4",
     "longcat_flash",
     "dots3_note",
 )

@@ -14,7 +14,7 @@ from tests.engine.histories import BLOCK, GREEDY, NGRAM, expected, prompts
 from tests.workers.test_layer_kinds import folder_of
 
 KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss", "lfm2", "deepseek_v3", "llama4", "gemma4")
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "longcat_flash", "dots3_note")
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "longcat_flash", "dots3_note")
 """Kinds without a rounded cache, and one whose layers are two in the engine."""
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+import transformers
 
 from manta.cluster.cli.check import run_check
 from manta.cluster.errors import RequestRefused
@@ -20,6 +22,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kv_groups import most_states
 from manta.workers.models.model_config import ModelError
 from manta.workers.step import NUM_FIXED_STATES
+from tests.checkpoints import on_one_thread
 from tests.engine.histories import BLOCK, GREEDY, NGRAM, expected, prompts
 from tests.fuzz.campaign import check_engine
 from tests.fuzz.cases import Case, Fault, Request, Settings
@@ -27,6 +30,8 @@ from tests.workers.test_layer_kinds import folder_of
 from tests.workers.test_models import random_tokens
 
 HYBRID, PURE = KINDS = ("lfm2", "lfm2, convolutions only")
+COMPRESSED = "deepseek_v4"
+"""A model whose states hold what the next compressed keys will be made of, which are in blocks of the cache."""
 
 
 def make_llm(kind: str, num_sequences: int = 8, num_blocks: int = 64, **options: Any) -> LLM:
@@ -55,7 +60,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 
 
 @pytest.mark.axes_in_turns
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param(COMPRESSED, marks=pytest.mark.prove)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,7 +82,26 @@ def test_every_history_gives_the_tokens_of_transformers(kind: str, options: dict
     assert run(llm) == expected(kind), "from snapshots"
     has_more_hits = llm.engine.stats().prefix_cache_hits > hits
     assert has_more_hits == ("enable_prefix_caching" not in options)
-    assert bool(llm.engine.stats().num_preemptions) == ("num_blocks" in options and kind == HYBRID)
+    assert bool(llm.engine.stats().num_preemptions) == ("num_blocks" in options and kind != PURE)
+
+
+def test_prompts_that_end_around_compressed_keys_give_the_tokens_of_transformers() -> None:
+    """In chunks, with drafts, and once more with whatever the first requests have left in the cache."""
+    asked = [random_tokens(num_tokens, seed=7) for num_tokens in (3, 4, 5, 8, 33)]
+    llm = make_llm(COMPRESSED, speculative=NGRAM, max_num_batched_tokens=11)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(COMPRESSED)).eval()
+    for _ in range(2):
+        for output in llm.generate(asked, GREEDY, use_tqdm=False):
+            prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+            with torch.inference_mode(), on_one_thread():
+                logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+            assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_short_prompts_with_compressed_keys_are_found_to_their_last_block() -> None:
+    """A key that stands for many tokens needs no longer prefix than the block that it ends in."""
+    llm, prompt = make_llm(COMPRESSED), random_tokens(40)
+    assert [num_hits(llm, prompt) for _ in range(2)] == [0, 32]
 
 
 PROMPTS = ((5, 9, 11) * 11, (7,) * 3, tuple(range(20, 52)), (5, 9, 11) * 11 + (80, 81))

@@ -16,8 +16,8 @@ import transformers
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.cluster.text.tokenizer import Tokenizer
-from tests.checkpoints import VOCAB_SIZE, make_tokenizer, on_one_thread
-from tests.workers.test_layer_kinds import CASES, SIZES, set_buffers
+from tests.checkpoints import VOCAB_SIZE, make_tokenizer, on_one_thread, set_buffers
+from tests.workers.test_layer_kinds import CASES, SIZES
 
 DOCUMENTS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 PIECE = 250

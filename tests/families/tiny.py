@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from manta.workers.models.wrappers import WRAPPERS
-from tests.checkpoints import make_tokenizer, on_one_thread, randomise
+from tests.checkpoints import make_tokenizer, on_one_thread, randomise, set_buffers
 from tests.workers.recurrent_cases import ROPE
-from tests.workers.test_layer_kinds import CASES, SIZES, set_buffers
+from tests.workers.test_layer_kinds import CASES, SIZES
 
 WINDOW = 20
 """Positions of windows and chunks, which prompts exceed."""

@@ -485,7 +485,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve --set 'autoscaling={min_replicas: 1, max_replicas: 4}'": starts_a_server,
     "make bench": measures_a_little,
     'make bench ARGS="--workloads a,b,g --compare manta --peer-checkout PATH"': measures,
-    'make bench ARGS="--workloads b --compare vllm --vllm-python PATH"': measures,
+    'make bench ARGS="table --results FILE --llamacpp-python PATH"': measures,
     'make bench ARGS="constraints"': measures,
     'make bench ARGS="speculative"': measures,
     'make bench ARGS="forms --form avx2"': measures,

@@ -175,7 +175,7 @@ def test_a_peer_and_its_processes_do_not_search_this_checkout(
     peer_python: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    setup = Setup(kv_cache_bytes=1, vllm_python=str(peer_python), llamacpp_python=str(peer_python))
+    setup = Setup(kv_cache_bytes=1, pythons={"vllm": str(peer_python), "llamacpp": str(peer_python)})
     for child in (
         EngineProcess("vllm", "a model", setup),
         EngineProcess("llamacpp", "a model", setup),

@@ -20,12 +20,14 @@ from manta.cluster.engine.adapter_table import LoadedAdapter
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.engine.model_replica import make_replica
 from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.workers.adapters.adapter_files import read_adapter
 from tests.adapters import Adapters, adapters_of
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.full_disk import full_disk
 from tests.loaded_adapters import Loading, loading
 from tests.patience import until
+from tests.telemetry.captured_log import request_log
 
 PROMPT = [30 + 7 * place % 280 for place in range(40)]
 NUM_TOKENS = 6
@@ -373,6 +375,8 @@ async def test_more_adapters_than_fit_take_turns(
         monkeypatch.setattr(server.server.replica.engine.executor, "read_adapter", reading)
         await asyncio.gather(*(expect(server, name, name) for name in ("one", "two", "three") * 3))
         assert reading.most == 1, "what waits for room takes no memory"
+        for name in ("one", "two", "three"):
+            shutil.rmtree(tmp_path / name)  # what has left the memory comes back without its folder
         for name in ("one", "three", "two", "two", "one"):
             await expect(server, name, name)
         assert len(server.server.replica.engine.adapters) == 1
@@ -402,6 +406,24 @@ async def test_an_engine_that_starts_later_has_the_values_that_were_loaded(tmp_p
             assert {*replica.engine.adapters} == server.registry.table.digests
         finally:
             await asyncio.to_thread(replica.close)
+
+
+@async_test
+async def test_the_log_has_the_digest_of_the_values(tmp_path: pathlib.Path) -> None:
+    """Names stay when values are replaced, so a name alone does not tell what has answered."""
+    one, two = (read_adapter(made().folders[name], 1 << 30).digest for name in ("one", "two"))
+    async with loading(tmp_path, made()) as server:
+        with request_log() as lines:
+            assert (await server.load("live", "one")).status_code == 200
+            assert (await server.ask("live", PROMPT, 1)).status_code == 200
+            assert (await server.load("live", "two", load_inplace=True)).status_code == 200
+            assert (await server.ask("live", PROMPT, 1)).status_code == 200
+            scaled = await server.ask(server.server.model, PROMPT, 1, lora=[{"id": 0, "scale": 0.5}])
+            assert scaled.status_code == 200
+            assert (await server.ask(server.server.model, PROMPT, 1)).status_code == 200
+            await until(lambda: len(lines) == 6)
+    assert [line.get("adapter") for line in lines] == ["live"] * 5 + [None]
+    assert [line.get("adapter_key") for line in lines] == [one, one, two, two, f"{two}*0.5", None]
 
 
 @async_test

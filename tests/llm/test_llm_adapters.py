@@ -21,6 +21,7 @@ from manta.workers.torch_worker.adapter_fit import check_adapters_fit
 from tests.adapters import Adapters, adapters_of, merged, write_adapter
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import write_gguf
+from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
 from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 12
@@ -258,6 +259,43 @@ def test_weights_of_other_precisions_take_the_same_adapters(weights: str) -> Non
     firsts = [answer.outputs[0].token_ids[0] for answer in together]
     assert firsts == [tokens(llm, [name])[0][0] for name in names]
     assert len(set(firsts)) > 1
+
+
+FLOAT8 = {
+    "one scale": (of_layers(fp8(None)), fp8_config(None)),
+    "blocks": (of_layers(fp8((48, 48))), fp8_config((48, 48))),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", FLOAT8)
+def test_adapters_over_float8_weights_are_those_over_the_dequantised_ones(kind: str, tmp_path: pathlib.Path) -> None:
+    """Adapters have the names of the modules, and the checkpoint stores scales beside these."""
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
+    quantised, dense = quantised_pair(checkpoint("llama", **shape), tmp_path, *FLOAT8[kind])
+    adapters = Adapters(dense)
+    for seed, targets in enumerate((["q_proj", "down_proj"], "all-linear")):
+        adapters.add(f"number {seed}", seed, r=8, target_modules=targets)
+    names = ["number 0", "", "number 1"]
+    expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in names]
+    assert len({tuple(each) for each in expected}) == len(names)
+    llm = LLM(str(quantised), dtype="float32", num_threads=1, adapters=adapters.folders)
+    assert tokens(llm, names) == expected
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", FLOAT8)
+def test_adapters_over_a_mixture_of_float8_weights(kind: str, tmp_path: pathlib.Path) -> None:
+    """Of attention and of experts."""
+    quantised, dense = quantised_pair(mixture("qwen3_moe"), tmp_path, *FLOAT8[kind])
+    of_experts = (f"experts.{expert}.{name}" for expert in (0, 2) for name in EXPERTS["qwen3_moe"])
+    modules = ("q_proj", "o_proj", *of_experts)
+    adapter = write_adapter(dense, tmp_path / "adapter", modules, 4)
+    models = merged(dense, adapter, tmp_path / "merged"), dense
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+    assert expected[0] != expected[1]
+    llm = LLM(str(quantised), dtype="float32", num_threads=1, adapters={"a": str(adapter)})
+    assert tokens(llm, ["a", "", "a"]) == [*expected, expected[0]]
 
 
 def test_an_adapter_shares_no_cached_prefix_with_others() -> None:

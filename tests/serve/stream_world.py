@@ -28,6 +28,7 @@ from manta.cluster.serve.requests.prompt_run import PromptRun
 from manta.cluster.serve.requests.takeover import USUAL_TIMES
 from manta.cluster.serve_limits import StreamLimits
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
 
@@ -148,7 +149,12 @@ class Ingress:
         assert request.request_id not in self._world.requests, "an engine would run two requests of one id"
         self._world.requests.add(request.request_id)
         self._world.deadlines.append(request.deadline_s)
+        self._world.adapters.append(request.adapter)
         try:
+            if request.adapter in self._world.gone:
+                refusal = Refusal("adapter_gone", "model", request.adapter)
+                run.has_returned(RequestResult(refusal=refusal))
+                return
             begun = request.continued[0].token_ids if request.continued else []
             end = len(begun)
             while end < most:
@@ -194,6 +200,10 @@ class World:
         """Ids of the requests that engines run."""
         self.deadlines: list[float | None] = []
         """Deadline in seconds of each request that an engine began."""
+        self.adapters: list[str] = []
+        """The adapter of each request that an engine began."""
+        self.gone: set[str] = set()
+        """Adapters whose values engines do not have."""
         self.keepers = [KeeperProcess(f"keeper {number}") for number in range(num_keepers)]
         self.ingresses: list[Ingress] = []
         self.tokens_at_once: Callable[[], int] = lambda: 1
@@ -276,7 +286,7 @@ class World:
                 keeping.keeper._offering.cancel()
 
 
-def opening(num_tokens: int, seed: int = 3, owner: str = OWNER) -> Opening:
+def opening(num_tokens: int, seed: int = 3, owner: str = OWNER, adapter: str = "") -> Opening:
     stream_id = new_stream_id()
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     return Opening(
@@ -289,7 +299,11 @@ def opening(num_tokens: int, seed: int = 3, owner: str = OWNER) -> Opening:
         generation=GenerationRequest(
             prompts=[[5, 6, 7]],
             engine=EngineRequest(
-                request_id=f"{stream_id}-00000000", prompt_token_ids=[], params=params, deadline_s=600.0
+                request_id=f"{stream_id}-00000000",
+                prompt_token_ids=[],
+                params=params,
+                deadline_s=600.0,
+                adapter=adapter,
             ),
         ),
         seeds=[seed],

@@ -39,7 +39,7 @@ class Engines:
     def __init__(self, *answers: Any) -> None:
         self.answers = answers
 
-    async def read_adapter(self, path: str) -> list[Any]:
+    async def read_adapter(self, path: str, wakes: bool) -> list[Any]:
         await asyncio.sleep(0)
         return [each(path) if callable(each) else each for each in self.answers]
 
@@ -116,6 +116,44 @@ async def test_a_load_that_fails_on_one_engine_changes_nothing(answers: tuple[An
         await first.load("a", "x", in_place=True)
     assert (refused.value.refusal.kind, refused.value.refusal.field) == (kind, "lora_path")
     assert registry.table == AdapterTable()
+
+
+@pytest.mark.parametrize("answers", [(), (DIED, NO_REPLICA)])
+@async_test
+async def test_without_an_engine_a_process_of_its_own_checks_a_load(answers: tuple[Any, ...]) -> None:
+    """One at a time, because each takes the memory of a process."""
+    registry, checking, most = MemoryRegistry(), 0, 0
+
+    async def check(path: str) -> LoadedAdapter | Refusal:
+        nonlocal checking, most
+        checking += 1
+        most = max(most, checking)
+        await asyncio.sleep(0)
+        checking -= 1
+        return Refusal("unfit", "lora_path", path) if path == "/damaged" else found(path)
+
+    directory = AdapterDirectory(Engines(*answers), registry, KEEP_S, check_apart=check)
+    await asyncio.gather(*(directory.load(name, f"/{name}", in_place=False) for name in "abc"))
+    assert {name: each.digest for name, each in registry.table.loaded.items()} == {
+        name: f"digest of /{name}" for name in "abc"
+    }
+    assert most == 1
+    with pytest.raises(ServingError) as refused:
+        await directory.load("d", "/damaged", in_place=False)
+    assert (refused.value.refusal.kind, {*registry.table.loaded}) == ("unfit", {*"abc"})
+
+
+@async_test
+async def test_an_engine_that_answers_is_believed_alone() -> None:
+    async def check(path: str) -> LoadedAdapter | Refusal:
+        raise AssertionError("an engine runs")
+
+    for answers in ((found,), (found, DIED)):
+        directory = AdapterDirectory(Engines(*answers), MemoryRegistry(), KEEP_S, check_apart=check)
+        await directory.load("a", "/a", in_place=False)
+    directory = AdapterDirectory(Engines(TimeoutError()), MemoryRegistry(), KEEP_S, check_apart=check)
+    with pytest.raises(Unavailable):
+        await directory.load("a", "/a", in_place=False)
 
 
 @async_test

@@ -23,7 +23,7 @@ from manta.cluster.engine.adapter_table import LoadedAdapter
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import QueueFull, RequestRefused
-from manta.cluster.serve.engine.replica_adapters import ReplicaAdapters
+from manta.cluster.serve.engine.replica_adapters import KEEP_USED_S, ReplicaAdapters
 from manta.cluster.serve.engine.step_thread import StepThread
 from manta.cluster.serve.requests.prompt_run import Progress
 from manta.specdecode.speculative_config import SpeculativeConfig
@@ -242,7 +242,10 @@ def test_a_request_goes_on_elsewhere_with_values_that_were_replaced(tmp_path: pa
         assert second.adapters.hold(asyncio.run(of_second.find(old.digest)))
         run(second, progress.continuation("b", None), answers["moved"], progress)
         answers["moved"].check(answers["whole"], False)
-        assert registry.replace(registry.table.changed({"live": new}, time.time() + 2 * PATIENCE_S, 0))
+        registry.table = msgspec.structs.replace(registry.table, replaced={old.digest: time.time() + 1})
+        asyncio.run(of_second.catch_up([old.digest]))
+        assert registry.table.replaced[old.digest] > time.time() + KEEP_USED_S / 2, "its request may go on elsewhere"
+        assert registry.replace(registry.table.changed({"live": new}, time.time() + 2 * KEEP_USED_S, 0))
         asyncio.run(of_second.catch_up())
         assert [*second.adapters] == [new.digest]
         with pytest.raises(RequestRefused) as refused:

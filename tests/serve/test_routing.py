@@ -346,7 +346,8 @@ def test_what_has_ended_leaves_nothing(events: list[tuple[str, int, int]]) -> No
     for kind, number, other in events:
         if kind == "place":
             tokens = [other] * (1 + number % 3)
-            some.place(prompt(str(number), *tokens, num_blocks=2, num_sequences=1 + other, client=str(other)), "engine")
+            fields = {"num_sequences": 1 + other, "client": str(other), "adapter": other}
+            some.place(prompt(str(number), *tokens, num_blocks=2, **fields), "engine")
         elif kind == "output":
             some.has_output(str(number))
         elif kind == "end":
@@ -360,7 +361,7 @@ def test_what_has_ended_leaves_nothing(events: list[tuple[str, int, int]]) -> No
     for number in range(10):
         some.end(str(number))
     assert not some._placed
-    assert len(some.index) == 0, "what was expected is not"
+    assert (len(some.index), len(some.adapters)) == (0, 0), "what was expected is not"
     for replica in some._replicas.values():
         assert (replica.own_sequences, replica.num_own_tokens, replica.own_tokens) == (0, 0, {})
     assert sorted(some._replicas) == sorted(names)

@@ -1,10 +1,12 @@
-"""Adapters of an engine that stops when nobody asks: a load wakes it, it knows them when it wakes, and lines of a batch
-name them while it is killed.
+"""Adapters of an engine that stops when nobody asks: a load is checked without it, it knows them when it wakes, and
+lines of a batch name them while it is killed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,16 +40,21 @@ def until_asleep() -> None:
     wait_until(lambda: not running_below(None, ENGINE), poll_s=0.2)
 
 
-def test_a_sleeping_engine_wakes_for_a_load_and_with_its_adapters(address: Address) -> None:
+def test_a_load_is_checked_while_the_engine_sleeps(address: Address) -> None:
+    """It sleeps on. When it wakes, it has the values of the load, whatever the folder has by then."""
     until_asleep()
     address.put("earlier")
     address.load()
+    missing = address.post("/v1/load_lora_adapter", lora_name="other", lora_path="nothing")
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "lora_path")
+    damaged = shutil.copytree(address.made.folders["later"], address.root / "damaged")
+    os.truncate(damaged / "adapter_model.safetensors", 1000)
+    refused = address.post("/v1/load_lora_adapter", lora_name="live", lora_path="damaged", load_inplace=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+    assert not running_below(None, ENGINE), "nothing of this has woken it"
+    address.put("later")
     address.check("earlier")
     until_asleep()
-    missing = address.post("/v1/load_lora_adapter", lora_name="other", lora_path="nothing")
-    assert missing.status_code == 404
-    until_asleep()
-    address.put("later")
     assert address.tokens(PROMPT) == address.made.greedy(PROMPT, "earlier", NUM_TOKENS)
 
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.workers.attention_cases import EXPERTS, OTHER_SCALE, YARN_PAIR
+from tests.workers.attention_cases import EXPERTS, OTHER_SCALE, YARN, YARN_PAIR
 from tests.workers.recurrent_cases import LATENT, ROPE, Case
 
 INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 """So many heads that hardly any score is zero: transformers leaves to torch which of equal scores counts more."""
 CHOICE = {"choice of tokens": {"index_topk": 512}, "number of tokens": {"index_topk": 24}}
+HALF = {"partial_rotary_factor": 0.5}
+MAIN_ROPE: dict[str, Any] = {"main": ROPE | HALF}
+COMPRESS_ROPE: dict[str, Any] = {"compress": YARN | HALF | {"rope_theta": 500.0, "attention_factor": 1.0}}
 SPARSE_CASES: dict[str, Case] = {
     "deepseek_v32": Case(
         "DeepseekV32Config",
@@ -56,6 +59,61 @@ SPARSE_CASES: dict[str, Case] = {
             "groups of experts": {"n_group": 1, "topk_group": 1},
             "window": {"sliding_window": 4096},
             "rope of layers with windows": {"rope_parameters": ROPE},
+        },
+    ),
+    "hy_v4": Case(
+        "HYV4Config",
+        LATENT
+        | EXPERTS
+        | INDEXER
+        | {
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "rope_parameters": YARN_PAIR,
+            "hc_mult": 3,
+            "hc_magnitude": 1.5,
+            "swiglu_limit": 0.5,
+        },
+        CHOICE
+        | OTHER_SCALE
+        | {
+            "magnitude of writes": {"hc_magnitude": 2.0},
+            "bounds of gates": {"swiglu_limit": 10.0},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+        },
+    ),
+    "deepseek_v4": Case(
+        "DeepseekV4Config",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 32,
+            "sliding_window": 12,
+            "layer_types": [f"{kind}_attention" for kind in ("compressed_sparse", "heavily_compressed", "sliding")]
+            + ["compressed_sparse_attention"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
+            "index_topk": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 16,
+            "o_groups": 2,
+            "o_lora_rank": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 4,
+            "swiglu_limit": 0.5,
+            "rope_parameters": MAIN_ROPE | COMPRESS_ROPE,
+        },
+        {
+            "choice of entries": {"index_topk": 512},
+            "number of entries": {"index_topk": 9},
+            "window": {"sliding_window": 11},
+            "streams that are mixed evenly": {"hc_sinkhorn_iters": 1},
+            "bounds of gates": {"swiglu_limit": 10.0},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+            "roots of softplus": {"scoring_func": "sigmoid"},
+            "scaled rope": {"rope_parameters": MAIN_ROPE | {"compress": MAIN_ROPE["main"]}},
         },
     ),
     "longcat_flash": Case(

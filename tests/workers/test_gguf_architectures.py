@@ -26,11 +26,10 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import ConfigError
 from manta.workers.torch_worker.tensor_check import check_tensors
 from tests import converted_gguf, gguf_files
-from tests.checkpoints import make_tokenizer, randomise
+from tests.checkpoints import make_tokenizer, randomise, set_buffers
 from tests.converted_gguf import convert
 from tests.llamacpp import greedy_of_llamacpp
 from tests.workers.recurrent_cases import FALCON_H1
-from tests.workers.test_layer_kinds import set_buffers
 from tests.workers.test_quantised_formats import PROMPTS, expected_of, greedy
 
 SIZES: dict[str, Any] = {

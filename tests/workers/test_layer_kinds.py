@@ -27,7 +27,14 @@ from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_siz
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import load_model
 from manta.workers.torch_worker.tensor_check import check_tensors
-from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
+from tests.checkpoints import (
+    make_tokenizer,
+    on_one_thread,
+    randomise,
+    reference_greedy,
+    reference_logits,
+    set_buffers,
+)
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
@@ -209,18 +216,6 @@ NOT_GENERATED = ("lfm2, convolutions only",)
 FEATURES = [(name, feature) for name, case in CASES.items() for feature in case.without]
 _root = tempfile.TemporaryDirectory(prefix="manta-layer-kinds-")
 _made: dict[str, pathlib.Path] = {}
-
-
-def set_buffers(model: torch.nn.Module) -> None:
-    """Gives stored buffers numbers with which they matter."""
-    generator = torch.Generator().manual_seed(1)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-        if name.endswith("balancing_biases"):
-            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-        if name.endswith("layer_scalar"):
-            buffer.fill_(0.7)
 
 
 def folder_of(name: str, **changes: Any) -> pathlib.Path:

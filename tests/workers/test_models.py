@@ -318,7 +318,6 @@ def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, 
 
 
 REFUSED = [
-    ("HYV4Config", {}, "tokens that an indexer chooses"),
     ("RwkvConfig", {}, "keeps a recurrent state"),
     ("ReformerConfig", {"is_decoder": True}, "tokens that hashes of their keys choose"),
     ("XLNetConfig", {}, "a second stream of attention predicts"),

@@ -6,7 +6,7 @@ It counts and checks what it is asked for; the arithmetic is the references', an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +108,9 @@ class OtherPlatform:
 
     def shared_linears(self, content: WeightContent) -> nullcontext[None]:
         return nullcontext()
+
+    def share_tensors(self, content: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*tensors]
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         return LoopedExperts(experts, config.scales_inputs)

@@ -128,7 +128,9 @@ def test_attention_reads_the_chosen_tokens_alone(kernels: Any, piece_bytes: int)
     flat = cached.view(-1, heads.head_dim)
     flat[[each for each in range(len(flat)) if each not in read]] = torch.nan
     choice = TokenChoice(torch.tensor(slots, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32))
-    attended = attend_chosen(row, cached, choice, step, heads, kernels, piece_bytes).view(3, heads.num_heads, -1)
+    attended = attend_chosen(row, cached, choice, step, heads, kernels, piece_bytes=piece_bytes).view(
+        3, heads.num_heads, -1
+    )
     for index, (places, length) in enumerate(zip(slots, lens, strict=True)):
         keys = flat[places[:length]].double().numpy()
         products = row[index].view(4, -1)[:3].double().numpy() @ keys.T * heads.scale

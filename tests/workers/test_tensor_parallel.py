@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
+LONG_KINDS = ("glm_moe_dsa", "longcat_flash", "axk1", "hy_v4", "deepseek_v4")
 NUM_TOKENS = 24
 NUM_STATES = 256
 """Recurrent states for which the caches have room, if the model has any."""
@@ -176,7 +177,7 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     "kind",
     [
         *("gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma3n", "lfm2"),
-        *(pytest.param(kind, marks=pytest.mark.prove) for kind in ("glm_moe_dsa", "longcat_flash", "axk1")),
+        *(pytest.param(kind, marks=pytest.mark.prove) for kind in LONG_KINDS),
     ],
 )
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
@@ -358,7 +359,7 @@ def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcess
 
 @needs_kernels
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [*EXACT_KINDS, "gemma3n", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", [*EXACT_KINDS, "gemma3n", "glm_moe_dsa", "hy_v4", "deepseek_v4"])
 def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
     """`test_quantised_ranks.py` compares the logits of each kind."""
     folder = str(folder_of(kind))

@@ -7,7 +7,7 @@ numbers of those that a step's sequences have. An adapter is known by the digest
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ from manta.workers.models.specs import ExpertsSpec
 from manta.workers.models.weight_specs import LinearSpec, Split, WeightPart
 from manta.workers.ranks.rank_worker import ReadAdapter
 
+Share = Callable[[str, Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Function that returns the tensors of the adapter with a digest in memory that engines share, or as they are."""
 _EXPERTS = "experts"
 """The name of a layer's experts in all checkpoints."""
 
@@ -83,8 +85,8 @@ class FittedAdapter(NamedTuple):
 class AdapterBank:
     """Holds adapters of at most `max_bytes` together, with values in `dtype`. `shard` is the rank's share, None for all
     of the model. `head_dim` is the width of the model's heads, which adapters of GGUF files need. `expert_adapting`
-    makes linears with a single adapter, for routed experts; None if these take none. Not thread-safe, except for
-    `read`.
+    makes linears with a single adapter, for routed experts; None if these take none. `share` puts what is read into
+    memory that the engines of a node share; None leaves it here. Not thread-safe, except for `read`.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class AdapterBank:
         shard: Shard | None,
         head_dim: int = 0,
         expert_adapting: LinearAdapting | None = None,
+        share: Share | None = None,
     ) -> None:
         self._adapting = adapting
         self._dtype = dtype
@@ -102,6 +105,7 @@ class AdapterBank:
         self._shard = shard
         self._head_dim = head_dim
         self._expert_adapting = expert_adapting
+        self._share = share
         self._places: list[AdapterPlace] = []
         self._expert_places: list[ExpertPlace] = []
         self._other_modules: frozenset[str] = frozenset()
@@ -174,6 +178,8 @@ class AdapterBank:
                 raise ModelError(_why_unknown(adapter, name, self._has(name)))
         found = ((place, place.pieces(adapter, stacked)) for place in places)
         low_ranks = [(place, self._low_rank(adapter, place.spec, pieces)) for place, pieces in found if any(pieces)]
+        if self._share is not None:
+            low_ranks = _shared(self._share, adapter.digest, low_ranks)
         return FittedAdapter(adapter.digest, adapter.rank, len(adapter.modules), adapter.base_model, low_ranks)
 
     def _has(self, module: str) -> bool:
@@ -253,6 +259,18 @@ class AdapterBank:
         taken = ordered if part.scale == 1 else scaled(ordered, part.scale)
         assert isinstance(taken, torch.Tensor)
         return taken
+
+
+def _shared(
+    share: Share, digest: str, low_ranks: list[tuple[AdapterPlace | ExpertPlace, LowRank]]
+) -> list[tuple[AdapterPlace | ExpertPlace, LowRank]]:
+    """Returns what an adapter adds to each place, with the tensors that `share` returns for its own ones."""
+    own = [tensor for _, each in low_ranks for tensor in (each.a, *(part.b for part in each.parts))]
+    tensors = iter(share(digest, own))
+    return [
+        (place, LowRank(next(tensors), tuple(part._replace(b=next(tensors)) for part in each.parts)))
+        for place, each in low_ranks
+    ]
 
 
 def _why_unknown(adapter: Adapter, module: str, is_there: bool) -> str:

@@ -16,7 +16,7 @@ from manta.workers.models.variants import Variant, variants_of
 _OFFSETS = "d2t"
 """The tensor [vocab_size] of the differences between the model's token and the head's, for each of the head's."""
 _TYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
-_NO_STREAM = frozenset({Variant.STREAMS, Variant.SHORTCUT})
+_NO_STREAM = frozenset({Variant.STREAMS, Variant.CONNECTIONS, Variant.SHORTCUT})
 """What models have whose layers do not each end with the whole hidden state."""
 _REMEDY = "take a head that was trained for this model"
 

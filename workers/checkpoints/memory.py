@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.folder_kinds import why_no_weights
 from manta.workers.checkpoints.formats.stored_form import AS_IT_IS, StoredForm
+from manta.workers.checkpoints.published_names import renamed, renames_of
 from manta.workers.checkpoints.stored_files import (
     COPY_AGAIN,
     MOST_INDEX_BYTES,
@@ -288,6 +289,8 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
         return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
     names = {name for _, entries in headers for name in entries}
+    if renames := renames_of(names):
+        return [(path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in headers]
     if any(name.startswith(_OF_TEXT) for name in names):
         return [(path, _text_tensors(entries)) for path, entries in headers]
     return [

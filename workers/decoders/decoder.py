@@ -21,11 +21,13 @@ from manta.workers.decoders.alternating_updates import (
     spread_streams,
 )
 from manta.workers.decoders.block_choice import choose_blocks
+from manta.workers.decoders.compressed_attention import attend_compressed
 from manta.workers.decoders.convolved_attention import attend_convolved
 from manta.workers.decoders.distance_attention import attend_with_distances
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
 from manta.workers.decoders.gated_streams import mean_stream, norm_gates, norm_streams, shared_update
 from manta.workers.decoders.head_gates import gated_heads
+from manta.workers.decoders.hyper_connections import Connection
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
@@ -41,6 +43,7 @@ from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.protocol import Forward, Kernels, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
+    CompressedAttentionWeights,
     DecoderWeights,
     ExpertsBesideWeights,
     ExpertsWeights,
@@ -105,6 +108,7 @@ class Decoder:
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run)
+        self._has_tables = config.experts is not None and bool(config.experts.hashed_layers)
         self._tables: RotaryTables = []
         self._whole_caches: KVCaches = []
         self._used_caches: KVCaches = []
@@ -125,7 +129,7 @@ class Decoder:
         side: [num_tokens, len(taps) * hidden].
         """
         embedded = self.embed(token_ids)
-        inputs = None if self.config.ngrams is None else token_ids
+        inputs = token_ids if self.config.ngrams is not None or self._has_tables else None
         if self.weights.layer_inputs is not None:
             inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
         result, hidden = self.forward_embedded(embedded, metadata, kv_caches, inputs), self.config.hidden_size
@@ -182,6 +186,8 @@ class Decoder:
         """
         if self.config.num_gated_streams > 1:
             return self._run_gated_streams
+        if self.config.connections is not None:
+            return self._run_connected
         return self._run_layers if self.weights.streams is None else self._run_streams
 
     def _run_layers(
@@ -357,6 +363,37 @@ class Decoder:
         assert weights.final_gate is not None
         return mean_stream(norm_streams(streams, weights.final_norm, eps, kernels), weights.final_gate, count, kernels)
 
+    def _run_connected(
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs all layers of a model with hyper-connections, as `_run_layers` does. `inputs` are the
+        token ids, for layers with tables of experts.
+        """
+        shape, gathering = self.config.connections, self.weights.gathering
+        assert shape is not None
+        assert gathering is not None
+        connect = functools.partial(Connection, shape=shape, norm_eps=self.config.rms_norm_eps, kernels=self._kernels)
+        choice = None if self.config.indexer is None else TokenChoice()
+        streams = residual.unsqueeze(1).expand(-1, shape.num_streams, -1)
+        for (layer, place, source, heads, window, _, _), table in zip(self._layers, cos_sin, strict=True):
+            mixer, mlp = layer.mixer, layer.mlp
+            assert mixer is not None
+            assert mlp is not None
+            group = metadata.of_group(0 if place is None else place.group)
+            of_mixer, of_mlp = (connect(weights) for weights in layer.connections)
+            normed = self._norm(of_mixer.read(streams), layer.input_norm)
+            update = self._mix(mixer, normed, table, group, kv_caches[source], heads, window, None, choice)
+            streams = of_mixer.write(update, streams)
+            normed = self._norm(of_mlp.read(streams), layer.mlp_norm)
+            chosen = mlp.table[inputs] if isinstance(mlp, ExpertsWeights) and mlp.table is not None else None
+            streams = of_mlp.write(self._mlp(mlp, normed, metadata, chosen=chosen), streams)
+        return self._norm(connect(gathering).read(streams), self.weights.final_norm)
+
     def _attend_block(
         self,
         cos_sin: torch.Tensor,
@@ -417,6 +454,10 @@ class Decoder:
             own = cache[:2]
             attended = self._attend(mixer.attention, normed, cos_sin, metadata, own, heads, sliding_window, growth)
             return attended + self._recur(mixer.recurrent, normed, metadata, cache[2:])
+        if isinstance(mixer, CompressedAttentionWeights):
+            eps, shape = self.config.rms_norm_eps, self.config.compressed
+            assert shape is not None
+            return attend_compressed(mixer, normed, cos_sin, metadata, cache, heads, shape, eps, self._kernels)
         if isinstance(mixer, RecurrentWeights) and mixer.kind is RecurrentKind.CONVOLVED_ATTENTION:
             return attend_convolved(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, self._kernels)
         return self._recur(mixer, normed, metadata, cache)
@@ -516,9 +557,10 @@ class Decoder:
         normed: torch.Tensor,
         metadata: AttentionMetadata,
         routed: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if isinstance(mlp, ExpertsWeights):
-            return run_experts(mlp, normed, self._kernels, metadata, routed)
+            return run_experts(mlp, normed, self._kernels, metadata, routed, chosen)
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows or metadata.adapters is not None:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)

@@ -35,12 +35,18 @@ def run_experts(
     kernels: Kernels,
     step: AttentionMetadata | None = None,
     routed: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x. The router
-    reads x, or `routed` [num_tokens, width].
+    reads x, or `routed` [num_tokens, width]. It chooses the experts, or gives shares to those of `chosen`, int64
+    [num_tokens, num_chosen].
     """
     logits = experts.router.forward((x if routed is None else routed).float())
-    shares, chosen = kernels.route(logits, experts.choice_bias, experts.config, step)
+    if chosen is None:
+        shares, chosen = kernels.route(logits, experts.choice_bias, experts.config, step)
+    else:  # their own scores alone decide, so the router ranks no others
+        shares, order = kernels.route(logits.gather(-1, chosen), None, experts.config, step)
+        chosen = chosen.gather(-1, order)
     if experts.config.may_skip:
         is_skipped = chosen == experts.config.num_experts
         shares, chosen = shares.masked_fill(is_skipped, 0), chosen.masked_fill(is_skipped, 0)

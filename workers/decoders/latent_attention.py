@@ -88,9 +88,9 @@ def attend_latent(
         rope = cos_sin, shape.rope_dim
         choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
     if choice is None or choice.slots is None:
-        attended = kernels.paged_attention(row, *kv_cache, metadata, heads, sliding_window)
+        attended = kernels.paged_attention(row, *kv_cache, metadata, heads, sliding_window, weights.sinks)
     else:
-        attended = attend_chosen(row, kv_cache[0], choice, metadata, heads, kernels)
+        attended = attend_chosen(row, kv_cache[0], choice, metadata, heads, kernels, sinks=weights.sinks)
     values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)
     if gates is not None:
         values = (values * kernels.recurrent.sigmoid(gates.float())).to(values.dtype)

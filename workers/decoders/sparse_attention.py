@@ -13,7 +13,7 @@ platform's own kernel attends to them, and reads nothing of a token that was not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -86,11 +86,9 @@ def choose_tokens(
             slots[first:last, :context_len] = own_slots[:context_len]
             continue
         keys = cached_keys[blocks].reshape(-1, shape.head_dim)[:context_len].float().T.contiguous()
-        seen = torch.arange(context_len, device=blocks.device)
-        for rows in pieces(first, last, shape.num_heads * context_len * keys.itemsize, piece_bytes):
-            scores = scores_of(queries[rows], keys, shares[rows], kernels)
-            scores.masked_fill_(seen > metadata.positions[rows].unsqueeze(1), -torch.inf)
-            slots[rows] = own_slots[best_places(scores, shape.num_chosen)].int()
+        own, num_seen = slice(first, last), metadata.positions[first:last] + 1
+        best = best_keys(queries[own], keys, shares[own], num_seen, shape.num_chosen, kernels, piece_bytes)
+        slots[own] = own_slots[best].int()
     return TokenChoice(slots, (metadata.positions + 1).clamp(max=shape.num_chosen).int())
 
 
@@ -103,6 +101,7 @@ def attend_chosen(
     kernels: Kernels,
     piece_bytes: int = PIECE_BYTES,
     v_cache: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention of each token over the tokens of `choice`, [num_tokens, num_heads * head_dim]. Cached heads
     for several tokens take at most `piece_bytes` at a time. Without a `v_cache` keys are the values too. The other
@@ -110,17 +109,70 @@ def attend_chosen(
     """
     assert choice.slots is not None
     assert choice.lens is not None
-    block_size, (num_tokens, num_chosen) = metadata.block_size, choice.slots.shape
-    num_blocks = -(-num_chosen // block_size)
-    slots = F.pad(choice.slots, (0, num_blocks * block_size - num_chosen)).long()
-    parts = []
-    for rows in pieces(0, num_tokens, slots.shape[1] * k_cache[0, 0].nbytes, piece_bytes):
+    block_size, num_chosen = metadata.block_size, choice.slots.shape[1]
+    slots = F.pad(choice.slots, (0, whole_blocks(num_chosen, metadata) - num_chosen)).long()
+
+    def copy(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         places = slots[rows].view(-1, block_size)
         keys = k_cache[places // block_size, places % block_size]
-        values = keys if v_cache is None else v_cache[places // block_size, places % block_size]
-        each = each_alone(metadata, rows, choice.lens[rows], num_blocks)
-        parts.append(kernels.paged_attention(row[rows], keys, values, each, heads))
+        return keys, keys if v_cache is None else v_cache[places // block_size, places % block_size]
+
+    row_bytes = slots.shape[1] * k_cache[0, 0].nbytes
+    return attend_copies(row, copy, num_chosen, choice.lens, row_bytes, metadata, heads, kernels, sinks, piece_bytes)
+
+
+def attend_copies(
+    row: torch.Tensor,
+    copy: Callable[[slice], tuple[torch.Tensor, torch.Tensor]],
+    most_keys: int,
+    lens: torch.Tensor,
+    row_bytes: int,
+    metadata: AttentionMetadata,
+    heads: HeadShape,
+    kernels: Kernels,
+    sinks: torch.Tensor | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> torch.Tensor:
+    """Returns the attention of each token over keys of its own, [num_tokens, num_heads * head_dim]. `copy` returns the
+    keys and values of some tokens in blocks, [num_blocks, block_size, num_kv_heads, head_dim]: for each token as many
+    blocks as `most_keys` need, of whose keys the first `lens` (int32 [num_tokens]) count. Those of a token have
+    `row_bytes`, and those of several take at most `piece_bytes` at a time. The other arguments are those of
+    `paged_attention`.
+    """
+    num_blocks = whole_blocks(most_keys, metadata) // metadata.block_size
+    parts = []
+    for rows in pieces(0, len(lens), row_bytes, piece_bytes):
+        each = each_alone(metadata, rows, lens[rows], num_blocks)
+        parts.append(kernels.paged_attention(row[rows], *copy(rows), each, heads, sinks=sinks))
     return torch.cat(parts)
+
+
+def whole_blocks(num_keys: int, metadata: AttentionMetadata) -> int:
+    """Returns the number of keys for which blocks that hold `num_keys` have room."""
+    return -(-num_keys // metadata.block_size) * metadata.block_size
+
+
+def best_keys(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    shares: torch.Tensor,
+    num_seen: torch.Tensor,
+    num_chosen: int,
+    kernels: Kernels,
+    piece_bytes: int = PIECE_BYTES,
+) -> torch.Tensor:
+    """Returns which keys an indexer scores best for each token, int64 [num_tokens, num_chosen] ascending: of the first
+    `num_seen` [num_tokens], and then of the others. `queries` [num_tokens, num_heads, head_dim], `keys` [head_dim,
+    num_keys] and `shares` [num_tokens, num_heads] are float32.
+    """
+    places = torch.arange(keys.shape[1], device=keys.device)
+    row_bytes = queries.shape[1] * keys.shape[1] * keys.itemsize
+    found = []
+    for rows in pieces(0, len(queries), row_bytes, piece_bytes):
+        scores = scores_of(queries[rows], keys, shares[rows], kernels)
+        scores.masked_fill_(places >= num_seen[rows].unsqueeze(1), -torch.inf)
+        found.append(best_places(scores, num_chosen))
+    return torch.cat(found)
 
 
 def pieces(first: int, last: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:

@@ -101,6 +101,7 @@ def _mixer(reader: WeightReader, config: ModelConfig, spec: MixerSpec) -> MixerA
             reader.linear(spec.output),
             {name: (reader.tensor(each),) for name, each in tensors.items()},
         )
+    assert isinstance(spec, RecurrentSpec), "TPUs refuse compressed attention"
     return _recurrent(reader, spec)
 
 

@@ -30,18 +30,26 @@ def convolve(
         window = torch.cat((states[step.reads], x.unsqueeze(2)), dim=2)
         states[step.writes] = window[:, :, 1:]
         return _weighted([window[:, :, number] for number in range(width)], kernel, bias, activates)
-    # The inputs of each sequence behind those of its state, one sequence after the other
-    num_before = width - 1
+    padded, places = behind_states(x, states.transpose(1, 2), step)
+    return _weighted([padded[places - width + 1 + number] for number in range(width)], kernel, bias, activates)
+
+
+def behind_states(x: torch.Tensor, states: torch.Tensor, step: RecurrentStep) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows x [num_tokens, width] of each sequence behind the rows before them, one sequence after the
+    other, and where each of x is among them. Writes the last rows of each segment to its slot. `states` is float32
+    [num_slots, num_before, width]: the rows of the last `num_before` tokens.
+    """
+    num_before = states.shape[1]
     sequences = torch.arange(len(step.sequence_starts) - 1, device=x.device)
     places = torch.arange(len(x), device=x.device) + num_before * (1 + step.row_sequences)
     before = torch.arange(num_before, device=x.device)
     padded = x.new_empty(len(x) + num_before * len(sequences), x.shape[1])
     padded[places] = x
     first_places = step.sequence_starts[:-1] + num_before * sequences
-    padded[first_places.unsqueeze(1) + before] = states[step.reads[step.first_segments[:-1]]].transpose(1, 2)
+    padded[first_places.unsqueeze(1) + before] = states[step.reads[step.first_segments[:-1]]]
     ends = places[step.starts[1:] - 1]
-    states[step.writes] = padded[ends.unsqueeze(1) - num_before + 1 + before].transpose(1, 2)
-    return _weighted([padded[places - num_before + number] for number in range(width)], kernel, bias, activates)
+    states[step.writes] = padded[ends.unsqueeze(1) - num_before + 1 + before]
+    return padded, places
 
 
 def _weighted(

@@ -116,6 +116,12 @@ def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def limited_gate(activation: str, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
+    """Computes `gate` of gates that are at most `limit`, and of what they let through between `-limit` and `limit`."""
+    gates, up = gate_up.chunk(2, dim=-1)
+    return gate(activation, torch.cat((gates.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
+
+
 silu_and_mul = functools.partial(gate, "silu")
 
 

@@ -56,8 +56,15 @@ def route(
     step: AttentionMetadata | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the weights of the chosen experts and their indices, as `expert_choice.route` does."""
-    scores = cpu_recurrence.sigmoid(logits) if config.scores == "sigmoid" else softmax(logits)
-    return expert_choice.choose(scores, choice_bias, config)
+    return expert_choice.choose(_SCORES[config.scores](logits), choice_bias, config)
+
+
+def _root_of_softplus(logits: torch.Tensor) -> torch.Tensor:
+    return cpu_recurrence.sqrt(cpu_recurrence.softplus(logits, torch.zeros(logits.shape[-1])))
+
+
+_SCORES = {"sigmoid": cpu_recurrence.sigmoid, "softmax": softmax, "sqrtsoftplus": _root_of_softplus}
+"""The scores of logits, by the names of `ExpertsConfig.scores`."""
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

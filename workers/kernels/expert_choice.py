@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.models.model_config import LEAST_SUM, ExpertsConfig
@@ -19,8 +22,15 @@ def route(
 
     Tokens after the last one of the step, which fill it up to the size of a captured graph, may choose none: -1.
     """
-    scores = logits.sigmoid() if config.scores == "sigmoid" else logits.softmax(-1)
-    return choose(scores, choice_bias, config)
+    return choose(_SCORES[config.scores](logits), choice_bias, config)
+
+
+_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+"""The scores of logits, by the names of `ExpertsConfig.scores`."""
 
 
 def choose(

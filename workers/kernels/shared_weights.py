@@ -10,6 +10,8 @@ process has a copy of its own.
 If packed weights are kept in files (`packed_files.py`), the first process of a model maps the file that an earlier one
 has written, which takes a twentieth of the processor time. Files lie in small pages. So a thread of low priority then
 copies what was mapped to memory that is shared, and puts that in its place.
+
+Adapters are shared in the same way (`share_tensors`), each in a file of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
+import resource
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_int, c_int64, c_void_p
 
 import torch
@@ -48,6 +52,9 @@ _LOCKS = "weights.lock"
 _COPIED = 16 << 20
 """Bytes that are copied between two looks whether the process ends."""
 _WAIT_SLICE_S = 0.02
+_MOST_OPEN = 0.5
+"""Share of the files that the process may open beyond which it shares no more tensors. Its connections need the rest.
+"""
 
 
 @functools.cache
@@ -120,6 +127,10 @@ class LentWeights(SharedWeights):
 
     def _view(self, start: int, num_bytes: int) -> torch.Tensor:
         return self._map(start, num_bytes, SHARES)
+
+    def view(self, num_bytes: int) -> torch.Tensor:
+        """Returns the first bytes [num_bytes] of memory that is whole, to be read."""
+        return self._view(0, num_bytes)
 
     def _map(self, start: int, num_bytes: int, use: int) -> torch.Tensor:
         memory = _mapped(self._library, self._file, start, num_bytes, use)
@@ -269,6 +280,66 @@ def shared_weights(content: str, files: PackedFiles | None = None) -> Iterator[S
         weights.finish()
         if is_new and files is not None:
             weights.keep_in(files)
+
+
+def share_tensors(content: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors with the same values in memory that the processes of a machine share, which nobody may write to.
+    It is that of a process which has them, else new memory that is lent from then on. `content` names the values in
+    full. Small tensors cost little more than their bytes: only memory of a huge page or more lies in huge pages.
+
+    Returns the given tensors if memory cannot be shared here, or if this process has too many open files.
+    """
+    library = _library()
+    if library is None or not hasattr(os, "memfd_create") or _has_many_files():
+        return [*tensors]
+    sizes = (_up_to(each.nbytes, _CACHE_LINE) for each in tensors)
+    *starts, num_bytes = itertools.accumulate(sizes, initial=0)
+    placed, name = list(zip(starts, tensors, strict=True)), _name(library, f"tensors {content}")
+    try:
+        with _alone(name):
+            file = _find(name)
+            if file is None:
+                file = _written(library, name, num_bytes, placed)
+            weights = LentWeights(library, file, is_whole=True)
+        if weights.num_bytes == num_bytes:
+            whole = weights.view(num_bytes)
+            found = [whole[start:][: each.nbytes].view(each.dtype).view(each.shape) for start, each in placed]
+            if all(map(torch.equal, found, tensors)):
+                return found
+        logger.warning("memory of the name %s has other values than those that were read, and is not used", name)
+    except (OSError, MemoryError) as error:
+        logger.warning("tensors of %d bytes are not shared: %s", num_bytes, error)
+    return [*tensors]
+
+
+def _written(library: ctypes.CDLL, name: str, num_bytes: int, placed: Iterable[tuple[int, torch.Tensor]]) -> int:
+    """Returns new memory of this name with tensors at their places in it, opened and sealed."""
+    file = _make(name)
+    try:
+        os.truncate(file, num_bytes)
+        for start, tensor in placed:
+            _write(file, tensor.reshape(-1).view(torch.uint8).numpy().data, start)
+        in_huge_pages = num_bytes // HUGE_PAGE * HUGE_PAGE
+        if in_huge_pages and _has_huge_pages():
+            memory = _mapped(library, file, 0, in_huge_pages, FILLS)  # which makes them
+            library.manta_unmap_weights(ctypes.addressof(memory), in_huge_pages)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _write(file: int, content: memoryview, start: int) -> None:
+    """Writes bytes at a place of a file, which the system may take in several pieces."""
+    while content:
+        num_written = os.pwrite(file, content, start)
+        content, start = content[num_written:], start + num_written
+
+
+def _has_many_files() -> bool:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > _MOST_OPEN * most
 
 
 def _make(name: str) -> int:

@@ -47,6 +47,8 @@ class LinearWeight:
     """Bits of the integers to which the platform rounds `weight` when it makes the linear; None keeps its dtype."""
     activation: str = "silu"
     """The function of the gate, by its name in `ModelConfig.activation`."""
+    gate_limit: float = 0.0
+    """Bound of the gate and of what it lets through (`LinearSpec.gate_limit`); 0 for none."""
 
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
@@ -219,9 +221,69 @@ class LatentAttentionWeights:
     indexer: IndexerWeights | None = None
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: Linear | None = None
-    """hidden -> num_heads, whose sigmoids multiply the heads' values; None in families without."""
+    """hidden -> num_heads, or num_heads * value_dim, whose sigmoids multiply the heads' values; None in families
+    without.
+    """
+    sinks: torch.Tensor | None = None
+    """float32 [num_heads]; None in families without attention sinks."""
     key_norm: torch.Tensor | None = None
     """[rope_dim], of the rotated key before its rotation; None in families without."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class CompressorWeights:
+    """The weights of `CompressorSpec` but for its linears."""
+
+    num_products: int
+    """Numbers of a token for entries: as many as an entry has, or twice as many if entries overlap."""
+    biases: torch.Tensor
+    """float32 [num_terms, width of an entry]: what is added to the logarithms of the weights of an entry's tokens."""
+    norm: torch.Tensor
+    """[width of an entry]"""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class EntryIndexerWeights:
+    """The weights of `EntryIndexerSpec` but for those that make the keys of entries."""
+
+    shape: IndexerShape
+    queries: Linear
+    shares: Linear
+    """hidden -> num_heads, in float32."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class EntriesWeights:
+    """The weights that make and choose the entries of a layer."""
+
+    rate: int
+    """Tokens that one entry stands for."""
+    num_terms: int
+    """Tokens that one entry is made of."""
+    inputs: Linear
+    """hidden -> for each of `compressors` its numbers, then the logarithms of their weights."""
+    compressors: tuple[CompressorWeights, ...]
+    """What makes the keys of attention, and perhaps those of the indexer."""
+    indexer: EntryIndexerWeights | None
+    """The choice of entries; None if attention reads all."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class CompressedAttentionWeights:
+    """The weights of `CompressedAttentionSpec`."""
+
+    inputs: Linear
+    query_norm: torch.Tensor
+    queries: Linear
+    head_norm: torch.Tensor
+    key_norm: torch.Tensor
+    sinks: torch.Tensor
+    """float32 [num_heads]"""
+    group_outputs: torch.Tensor
+    """[num_groups, width of a group's values, output_rank]"""
+    output: Linear
+    entries: EntriesWeights | None
+    """None if the layer attends to the last tokens alone."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -230,7 +292,14 @@ class SideBySideWeights:
     recurrent: RecurrentWeights
 
 
-MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | RecurrentWeights | SideBySideWeights
+MixerWeights = (
+    AttentionWeights
+    | LatentAttentionWeights
+    | CompressedAttentionWeights
+    | ShortConvWeights
+    | RecurrentWeights
+    | SideBySideWeights
+)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -282,6 +351,8 @@ class ExpertsWeights:
     """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
     deep_router: DeepRouterWeights | None = None
     """What comes before `router`; None if it reads what experts read."""
+    table: torch.Tensor | None = None
+    """int64 [vocab_size, num_chosen]: the experts of each token, whatever their scores are; None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -345,6 +416,18 @@ class StreamsWeights:
 
     spread: tuple[Linear, ...]
     gather: tuple[Linear, ...]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ConnectionWeights:
+    """The weights of `ConnectionSpec`, in float32."""
+
+    shares: Linear
+    """num_streams * hidden -> num_shares"""
+    bases: torch.Tensor
+    """[num_shares]"""
+    scales: torch.Tensor
+    """[num_shares]: the factor of each share."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -434,6 +517,8 @@ class LayerWeights:
     """float32 [hidden, width], of the mixer's results and of the MLP's; None for none."""
     mlp_scale: float = 1.0
     """Factor on the MLP's result."""
+    connections: tuple[ConnectionWeights, ...] = ()
+    """Those of mixer and MLP; none for one residual stream."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -449,6 +534,7 @@ class DecoderWeights:
     """[hidden] each: biases, then factors on embeddings; None for none."""
     final_gate: NormGateWeights | None = None
     embedding_norm: torch.Tensor | None = None
+    gathering: ConnectionWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -153,6 +153,14 @@ def read_proportional_rope(
     return RopeConfig(rope_type="proportional", theta=theta, rotary_dim=2 * angles, factor=values["factor"].number(1.0))
 
 
+def read_partial_rope(raw: RawConfig, values: RawConfig, theta: float, rotary_dim: int) -> RopeConfig:
+    """Reads the rope of layers in whose heads `rotary_dim` dimensions rotate, neighbours together, from the object that
+    holds it.
+    """
+    rope = _read_scaling(raw, values, theta, rotary_dim)
+    return msgspec.structs.replace(rope, rotary_dim=rotary_dim, is_interleaved=True)
+
+
 def _read_rotary_dim(part: RawValue, head_dim: int, usual: float | None) -> int:
     if usual is None:
         if part.number(1.0) != 1:

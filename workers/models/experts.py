@@ -79,6 +79,20 @@ def _stacked_expert(config: ModelConfig, prefix: str, expert: int, are_rows: boo
     )
 
 
+def with_limited_gates(experts: ExpertsSpec, limit: float, are_shared_limited: bool = False) -> ExpertsSpec:
+    """Returns the same experts, whose gates are bounded (`ExpertsConfig.gate_limit`); with `are_shared_limited` those
+    of the expert that computes every token too.
+    """
+
+    def limited(mlp: GatedMlpSpec) -> GatedMlpSpec:
+        return mlp._replace(gated=mlp.gated._replace(gate_limit=limit))
+
+    shared = experts.shared
+    if shared is not None and are_shared_limited:
+        shared = limited(shared)
+    return experts._replace(experts=tuple(map(limited, experts.experts)), shared=shared)
+
+
 def stored_either_way(usual: ExpertsSpec, other: ExpertsSpec) -> ExpertsSpec:
     """Returns experts that some checkpoints store as those of `other`."""
     pairs = zip(usual.experts, other.experts, strict=True)

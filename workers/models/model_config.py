@@ -8,8 +8,9 @@ import msgspec
 import regex
 
 from manta.workers.models.block_indexer import BlockIndexerShape
+from manta.workers.models.compressed_shape import CompressedShape
 from manta.workers.models.ngrams import NgramShape
-from manta.workers.models.part_shapes import Eagle3Shape, PartScales, SharedBlocks, StreamsConfig
+from manta.workers.models.part_shapes import Eagle3Shape, HyperConnections, PartScales, SharedBlocks, StreamsConfig
 from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -255,7 +256,11 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_identity: int = 0
     """How many of the experts, the last ones, return what they get (LongCat-Flash)."""
     scores: str = "softmax"
-    """The function that makes scores of the router's logits: `softmax` over all experts, or `sigmoid`."""
+    """The function that makes scores of the router's logits: `softmax` over all experts, `sigmoid`, or `sqrtsoftplus`,
+    the root of `ln(1 + exp(logit))` (DeepSeek-V4).
+    """
+    hashed_layers: tuple[int, ...] = ()
+    """Layers in which a table says which experts compute each token of the vocabulary (hash routing)."""
     normalises: bool = False
     """Whether the scores of the chosen experts are divided by their sum."""
     scale: float = 1.0
@@ -277,6 +282,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the router has one more score, that of an expert that adds nothing (ZAYA)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+    gate_limit: float = 0.0
+    """Bound of an expert's gates from above, and of what they let through from both sides; 0 for none (DeepSeek-V4)."""
 
     @property
     def num_computing(self) -> int:
@@ -359,7 +366,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     and `head_dim` is the width of a cached token: the latent vector, the rotated key, and perhaps an indexer's key.
     """
     indexer: IndexerShape | None = None
-    """The choice of the tokens that latent attention reads; None if it reads all."""
+    """The choice of the tokens that latent attention reads, or of the entries of compressed attention; None if it reads
+    all.
+    """
+    compressed: CompressedShape | None = None
+    """The shape of compressed attention; None for other kinds. With it `num_kv_heads` is 1, and `head_dim` is the width
+    of a token's row of the cache.
+    """
     block_indexer: BlockIndexerShape | None = None
     """The choice of the blocks of tokens that attention over keys and values reads; None if it reads all."""
     windows_are_chunks: bool = False
@@ -419,6 +432,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks before recurrent mixers; None if there are none."""
     streams: StreamsConfig | None = None
     """The residual streams; None for one."""
+    connections: HyperConnections | None = None
+    """The residual streams and how parts of layers read and write them; None for one stream, or for `streams`."""
     num_gated_streams: int = 1
     """Residual streams, whose gated norms are averaged for each part of a layer, and which share its result by weights
     of their own (Qwen4-Exp); 1 for one stream.
@@ -442,6 +457,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def heads(self) -> HeadShape:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         latent_dim = 0 if self.latent is None else self.latent.kv_rank
+        if self.compressed is not None:
+            latent_dim = self.compressed.head_dim
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, latent_dim)
 
     def heads_of(self, layer: int) -> HeadShape:
@@ -479,8 +496,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_cached(self) -> int:
-        """Number of tensors that a layer caches: keys and values, or only the latent vectors that are both."""
-        return 1 if self.latent is not None else 2
+        """Number of tensors that a layer caches: keys and values, or only the vectors that are both."""
+        return 1 if self.heads.keys_are_values else 2
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:

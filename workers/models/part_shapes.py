@@ -28,6 +28,24 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The part of gates that each layer's MLP turns off; 0 for none."""
 
 
+class HyperConnections(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams, which each part of a layer reads and writes by shares that it computes of them (Zhu et
+    al., 2024). `workers/decoders/hyper_connections.py` computes them.
+    """
+
+    num_streams: int
+    eps: float
+    """Number that is added to each share by which a part reads."""
+    write_eps: float = 0.0
+    """Number that is added to each share by which a part writes."""
+    magnitude: float = 2.0
+    """Bound of the shares by which a part writes."""
+    mixing_steps: int = 0
+    """Steps of Sinkhorn and Knopp's algorithm that make the matrix by which streams are mixed (mHC; Xie et al., 2026);
+    0 if they are not mixed.
+    """
+
+
 class Eagle3Shape(msgspec.Struct, frozen=True, kw_only=True):
     """A draft head that reads the residual stream of its model between some layers (EAGLE-3), which
     `workers/models/eagle3.py` describes.

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from manta.workers.models.block_indexer import BlockIndexerSpec
+from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.model_config import IndexerShape, LatentShape
 from manta.workers.models.ngrams import NgramSpec
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
-from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
+from manta.workers.models.weight_specs import ConnectionSpec, LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 
 class DistanceSpec(NamedTuple):
@@ -173,7 +174,11 @@ class LatentAttentionSpec(NamedTuple):
     indexer: IndexerSpec | None = None
     """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
     gate: LinearSpec | None = None
-    """The linear from hidden states to a number for each head, whose sigmoid multiplies its values; None for none."""
+    """The linear from hidden states to numbers whose sigmoids multiply the heads' values: one for each head (Ling 3),
+    or one for each value (HY 4); None for none.
+    """
+    sinks: str | None = None
+    """The tensor [num_heads] of attention sinks, as those of `AttentionSpec`."""
     key_norm: NormSpec | None = None
     """The norm of the key that rotates, before its rotation; None if there is none (dots3.note)."""
 
@@ -213,7 +218,9 @@ class SideBySideSpec(NamedTuple):
         yield from (*self.attention.tensors(), *self.recurrent.tensors())
 
 
-MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+MixerSpec = (
+    AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+)
 """The part of a layer that combines tokens. Each kind lists its weights, and has an `output` linear, whose inputs ranks
 split, or two mixers.
 """
@@ -267,6 +274,10 @@ class ExpertsSpec(NamedTuple):
     """The experts that this rank has, whole; None if it has its share of each one."""
     deep_router: DeepRouterSpec | None = None
     """What comes before `router`; None if it reads what experts read."""
+    table: str | None = None
+    """The tensor [vocab_size, num_chosen] of the experts of each token, which replaces the choice by scores; None for
+    none.
+    """
 
     @property
     def own(self) -> tuple[GatedMlpSpec, ...]:
@@ -460,6 +471,8 @@ class LayerSpec(NamedTuple):
     mixer_scaling: ScalingSpec | None = None
     """Biases and factors where the mixer's result is added; None for none. `mlp_scaling` are those of the MLP's."""
     mlp_scaling: ScalingSpec | None = None
+    connections: tuple[ConnectionSpec, ...] = ()
+    """How mixer and MLP read and write the residual streams (`ModelConfig.connections`); none for one stream."""
     joins_input: bool = False
     """Whether the mixer reads the layer's own input and the norm of the residual stream, side by side (EAGLE-3)."""
     stream_shares: tuple[LinearSpec, LinearSpec] | None = None
@@ -507,8 +520,9 @@ class LayerSpec(NamedTuple):
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yields every other tensor of the layer that counts as a parameter."""
-        if self.mixer is not None:
-            yield from self.mixer.tensors()
+        for part in (self.mixer, *self.connections):
+            if part is not None:
+                yield from part.tensors()
         yield from self.convolutions or ()
 
 
@@ -533,6 +547,8 @@ class DecoderSpec(NamedTuple):
     """The gate on the result of `final_norm`, which is that of several residual streams; None for none."""
     embedding_norm: NormSpec | None = None
     """The norm of embeddings; None for none."""
+    gathering: ConnectionSpec | None = None
+    """The shares by which the last norm reads the residual streams of `ModelConfig.connections`."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

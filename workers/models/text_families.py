@@ -44,6 +44,7 @@ TEXT_FAMILIES = {
     "deepseek_v2": TextFamily("DeepseekV2ForCausalLM", Sizes(102400, 4096, 11008, 32, 32, None, 2048)),
     "deepseek_v3": TextFamily("DeepseekV3ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 4096)),
     "deepseek_v32": TextFamily("DeepseekV32ForCausalLM", Sizes(129280, 7168, 18432, 61, 128, None, 163840)),
+    "deepseek_v4": TextFamily("DeepseekV4ForCausalLM", Sizes(129280, 4096, None, 43, 64, None, 1048576)),
     "dots3_note_text": TextFamily("Dots3NoteForCausalLM", Sizes(152064, 5120, 13824, 46, 128, None, 524288)),
     "emu3_text_model": TextFamily(
         "LlamaForCausalLM", Sizes(184622, 4096, 14336, 32, 32, 8, 9216), {"rms_norm_eps": 1e-05, "rope_theta": 1e6}
@@ -100,6 +101,7 @@ TEXT_FAMILIES = {
     "granitemoehybrid": TextFamily("GraniteMoeHybridForCausalLM", Sizes(32000, 4096, 11008, 32, 32, None, 2048)),
     "inkling_text": TextFamily("InklingForCausalLM", Sizes(201024, 6144, 24576, 66, 64, 8, 131072)),
     "internlm3": TextFamily("LlamaForCausalLM", Sizes(128512, 4096, 10240, 48, 32, 2, 32768), {"rms_norm_eps": 1e-05}),
+    "hy_v4": TextFamily("HYV4ForCausalLM", Sizes(120832, 2816, 6912, 34, 32, None, 262144)),
     "iquestcoder": TextFamily(
         "LlamaForCausalLM", Sizes(76800, 5120, 27648, 80, 40, 8, 131072), {"rms_norm_eps": 1e-05}
     ),

@@ -12,8 +12,10 @@ from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelE
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.specs import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentAttentionSpec,
     RecurrentSpec,
     ShortConvSpec,
     SideBySideSpec,
@@ -56,11 +58,15 @@ class Variant(enum.Enum):
     SCALED_STREAM = "factors on the residual stream"
     LATENT = "latent attention"
     SPARSE = "attention to tokens that an indexer chooses"
+    COMPRESSED = "attention over compressed keys"
+    TABLES = "experts that a table names for each token"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
     LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STREAMS = "several residual streams"
+    CONNECTIONS = "hyper-connections"
+    LIMITED_GATES = "experts whose gates are bounded"
     NGRAMS = "rows of tables of n-grams"
     DISTANCES = "biases by the distance of tokens"
     CONVOLVED_RESULTS = "convolutions of keys, values and results"
@@ -91,6 +97,10 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
+            Variant.CONNECTIONS,
+            Variant.LIMITED_GATES,
+            Variant.COMPRESSED,
+            Variant.TABLES,
             Variant.NGRAMS,
             Variant.DISTANCES,
             Variant.CONVOLVED_RESULTS,
@@ -125,6 +135,10 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.CONVOLVED_ATTENTION,
             Variant.DEEP_ROUTER,
             Variant.SCALED_STREAM,
+            Variant.CONNECTIONS,
+            Variant.LIMITED_GATES,
+            Variant.COMPRESSED,
+            Variant.TABLES,
         }
     ),
 }
@@ -149,7 +163,11 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
     of_heads = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     found = {
         Variant.SOFT_CAP: config.attention_cap != 0,
-        Variant.SINKS: any(attention.sinks for attention in of_heads),
+        Variant.SINKS: any(
+            attention.sinks
+            for attention in (layer.mixer for layer in layers)
+            if isinstance(attention, AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec)
+        ),
         Variant.WIDE_NORMS: any(attention.has_wide_norms for attention in of_heads),
         Variant.OTHER_NORM_PLACES: any(_norms_elsewhere(spec)),
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
@@ -176,6 +194,10 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.NGRAMS: config.ngrams is not None,
         Variant.DISTANCES: config.distance_rank > 0,
         Variant.CONVOLVED_RESULTS: config.conv_width > 0,
+        Variant.COMPRESSED: config.compressed is not None,
+        Variant.TABLES: config.experts is not None and bool(config.experts.hashed_layers),
+        Variant.CONNECTIONS: config.connections is not None,
+        Variant.LIMITED_GATES: config.experts is not None and config.experts.gate_limit > 0,
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,
@@ -226,7 +248,14 @@ def check_draft_model(config: ModelConfig) -> None:
 
 
 def check_block_size(config: ModelConfig, block_size: int) -> None:
-    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill."""
+    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill, or has
+    entries that such a block would part.
+    """
+    if config.compressed is not None and block_size % config.compressed.spread:
+        raise ModelError(
+            f"{config.architecture} keeps each entry of compressed keys in the rows of {config.compressed.spread} "
+            f"tokens, and block_size {block_size} is no multiple; set block_size to one"
+        )
     chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
     if any(chunk % block_size for chunk in chunks):
         raise ModelError(

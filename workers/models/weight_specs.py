@@ -7,6 +7,7 @@ Megatron-LM (Shoeybi et al., 2019).
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from manta.workers.models.row_places import ExpertRows, HeadOrder, HeadPiece, TailOrder
@@ -110,6 +111,8 @@ class LinearSpec(NamedTuple):
     """The function of the outputs of a linear without gates, a key of `reference.ACTIVATIONS`; None for none."""
     gate_sparsity: float = 0.0
     """The part of a token's gates that are turned off, if they are normally distributed (Gemma 3n); 0 for none."""
+    gate_limit: float = 0.0
+    """Bound of the gates and of what they let through (`ExpertsConfig.gate_limit`); 0 for none."""
 
     @property
     def name(self) -> str:
@@ -138,3 +141,18 @@ class LinearSpec(NamedTuple):
     def gathers(self) -> bool:
         """Whether ranks gather the inputs before and the outputs after."""
         return any(part.split is Split.OUTPUTS for part in self.parts)
+
+
+class ConnectionSpec(NamedTuple):
+    """The weights of which a part of a layer computes its shares of the residual streams, in float32."""
+
+    shares: TensorSpec
+    """[num_shares, num_streams * hidden]: the matrix from all streams to the shares, those for reading first."""
+    bases: TensorSpec
+    """[num_shares]: what is added to each share."""
+    scales: TensorSpec
+    """A factor for all shares of a kind, of which there are one to three: for reading, writing and mixing."""
+    num_streams: int
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from (self.shares, self.bases, self.scales)

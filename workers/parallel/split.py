@@ -62,6 +62,8 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool, expert_parallel: 
     kv_heads = {num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}
     if len(kv_heads) > 1 and any(num_kv_heads % num_ranks for num_kv_heads in kv_heads):
         return "the different numbers of KV heads of the layers"
+    if config.compressed is not None and config.compressed.num_output_groups % num_ranks:
+        return f"the {config.compressed.num_output_groups} groups of heads with an output of their own"
     experts = config.experts
     inner_sizes = [config.intermediate_size]
     if experts is not None:

@@ -4,7 +4,7 @@ start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,6 +109,12 @@ class Platform(Protocol):
     def shared_linears(self, content: WeightContent) -> AbstractContextManager[SharedLinears | None]:
         """Gives what makes linears in memory that processes share, to be used instead of `make_linear` in this context.
         None if the device shares no memory. `content` identifies the weights.
+        """
+        ...
+
+    def share_tensors(self, content: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns tensors of the host with the same values, in memory that processes share if the device reads that.
+        `content` names the values in full.
         """
         ...
 

@@ -18,7 +18,7 @@ from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
-from manta.workers.kernels.shared_weights import shared_weights
+from manta.workers.kernels.shared_weights import share_tensors, shared_weights
 from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears, WeightContent
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
@@ -53,6 +53,7 @@ class CpuPlatform:
     name = "cpu"
     sampler: SamplerKernels = cpu_sampler
     make_linear = staticmethod(make_linear)
+    share_tensors = staticmethod(share_tensors)
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
     runs_ahead = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -31,8 +32,10 @@ _PACK_ROWS = 32
 
 def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
     """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it."""
-    if weight.gated:
+    if weight.gated and not weight.gate_limit:
         return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation)
+    if weight.gated:
+        return GatedLinear(make_cpu_linear(weight.dense(), weight.bias, place), _gate(weight))
     return make_cpu_linear(weight.dense(), weight.bias, place)
 
 
@@ -62,7 +65,7 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
         assert weight.rounded_to is not None
         shape = rounded_shape(weight.weight, weight.rounded_to)
     pack = functools.partial(cpu_quantized_linear.pack, shape, weight.bias, weight.dtype, place=place, fill=read)
-    has_silu = weight.gated and weight.activation == "silu"
+    has_silu = weight.gated and weight.activation == "silu" and not weight.gate_limit
     gated = pack(gated=True) if has_silu else None
     if gated is not None:
         return gated
@@ -71,7 +74,14 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
     if linear is None and has_silu:
         return TorchQuantizedLinear(read(), weight.bias, gated=True)
     linear = linear or TorchQuantizedLinear(read(), weight.bias)
-    return GatedLinear(linear, functools.partial(cpu.gate, weight.activation)) if weight.gated else linear
+    return GatedLinear(linear, _gate(weight)) if weight.gated else linear
+
+
+def _gate(weight: LinearWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function of gates and what they let through, one after the other."""
+    if weight.gate_limit:
+        return functools.partial(cpu.limited_gate, weight.activation, weight.gate_limit)
+    return functools.partial(cpu.gate, weight.activation)
 
 
 def _with_half_scales(weight: QuantizedWeight) -> QuantizedWeight:

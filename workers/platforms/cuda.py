@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -101,6 +101,9 @@ class CudaPlatform:
 
     def shared_linears(self, content: WeightContent) -> nullcontext[None]:
         return nullcontext()
+
+    def share_tensors(self, content: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*tensors]  # they are copied to the device
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
         self._work_shape = self._work_shape or work_shape_of(config.heads, weights.dtype, self.device)

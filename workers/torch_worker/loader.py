@@ -20,7 +20,6 @@ from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.unread_tensors import check_all_used
 from manta.workers.decoders.convolved_attention import mixing_layout
 from manta.workers.decoders.decoder import Decoder
-from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.exponential import exponential
 from manta.workers.kernels.linears import GatedLinear, LowRankLinear
@@ -29,6 +28,7 @@ from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
+    ConnectionWeights,
     DecoderWeights,
     DeepRouterWeights,
     DistanceWeights,
@@ -38,8 +38,6 @@ from manta.workers.kernels.weights import (
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
-    IndexerWeights,
-    LatentAttentionWeights,
     LayerInputsWeights,
     LayerInputWeights,
     LayerWeights,
@@ -55,6 +53,7 @@ from manta.workers.kernels.weights import (
     ShortConvWeights,
     SideBySideWeights,
 )
+from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.draft_heads import DraftHeadSpec
 from manta.workers.models.eagle3 import Eagle3Spec
 from manta.workers.models.model_config import ModelConfig
@@ -66,7 +65,6 @@ from manta.workers.models.specs import (
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
-    IndexerSpec,
     LatentAttentionSpec,
     LayerInputSpec,
     LayerInputsSpec,
@@ -79,7 +77,7 @@ from manta.workers.models.specs import (
     SharedBlockSpec,
     SideBySideSpec,
 )
-from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
+from manta.workers.models.weight_specs import ConnectionSpec, LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 from manta.workers.parallel.group import Group, OneRank, rank_shard
 from manta.workers.parallel.sharded_layers import (
     ExactExpertsOfRanks,
@@ -92,6 +90,13 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.mixer_loader import (
+    PartReader,
+    load_compressed_attention,
+    load_connection,
+    load_latent_attention,
+    load_table,
+)
 from manta.workers.torch_worker.stream_loader import (
     Readers,
     load_block_indexer,
@@ -215,7 +220,10 @@ class WeightLoader:
         scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
         gate = self._norm_gate(self.spec.final_gate)
         embedding_norm = self._norm(self.spec.embedding_norm)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm)
+        gathering = None if self.spec.gathering is None else self._connection(self.spec.gathering)
+        return DecoderWeights(
+            embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm, gathering
+        )
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -309,7 +317,11 @@ class WeightLoader:
             load_ngrams(spec.ngrams, self._config.ngrams, self._readers),
             self._filters(spec.convolutions),
             1.0 if spec.mlp_scale is None else self._scalar(spec.mlp_scale),
+            tuple(map(self._connection, spec.connections)),
         )
+
+    def _connection(self, spec: ConnectionSpec) -> ConnectionWeights:
+        return load_connection(self._reader, spec, functools.partial(self._platform.make_router, bias=None))
 
     def _norm_gate(self, spec: NormGateSpec | None) -> NormGateWeights | None:
         return None if spec is None else NormGateWeights(*map(self._linear, spec))
@@ -369,6 +381,7 @@ class WeightLoader:
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
             deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
+            table=load_table(self._checkpoint, self._config, spec.table, self._platform),
         )
 
     def _deep_router(self, spec: DeepRouterSpec) -> DeepRouterWeights:
@@ -414,45 +427,13 @@ class WeightLoader:
         """Returns a tensor [size], whole on every rank, in float32."""
         return self._platform.place_weight(self.linears.read_vector(name, size, Split.NOTHING), torch.float32)
 
-    def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
-        inputs = self._adapted(spec.inputs)
-        queries = None if spec.queries is None else self._adapted(spec.queries)
-        expansion = self.linears.read(spec.expansion, shapes_only=False).dense()
-        keys, values = cached_layout(expansion, spec.shape, spec.head_dim)
-        if self._exact:
-            values = values.contiguous()  # its kernel would copy them in every step
-        weights = LatentAttentionWeights(
-            shape=spec.shape,
-            inputs=inputs,
-            query_norm=self._norm(spec.query_norm),
-            queries=queries,
-            latent_norm=self._norm(spec.latent_norm),
-            keys=self._platform.place_weight(keys, self._dtype),
-            values=self._platform.place_weight(values, self._dtype),
-            output=self._adapted(spec.output),
-            indexer=None if spec.indexer is None else self._indexer(spec.indexer),
-            gate=None if spec.gate is None else self._adapted(spec.gate),
-            key_norm=self._norm(spec.key_norm),
-        )
-        self._checkpoint.release()
-        return weights
-
-    def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
-        norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
-        return IndexerWeights(
-            spec.shape,
-            self._adapted(spec.queries),
-            self._adapted(spec.keys),
-            self._tensor(norm),
-            self._tensor(spec.key_bias),
-            self._plain_linear(spec.shares),
-        )
-
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
             return self._attention(spec)
         if isinstance(spec, LatentAttentionSpec):
-            return self._latent_attention(spec)
+            return load_latent_attention(self._reader, spec, self._exact)
+        if isinstance(spec, CompressedAttentionSpec):
+            return load_compressed_attention(self._reader, spec)
         if isinstance(spec, RecurrentSpec):
             return self._recurrent(spec)
         if isinstance(spec, SideBySideSpec):
@@ -537,6 +518,20 @@ class WeightLoader:
         sinks = self.linears.read_vector(name, self._config.num_heads, Split.QUERY_HEADS)
         return self._platform.place_weight(sinks, torch.float32)
 
+    @property
+    def _reader(self) -> PartReader:
+        return PartReader(
+            self._adapted, self._plain_linear, self._dense, self._norm, self._tensor, self._sinks, self._placed
+        )
+
+    def _dense(self, spec: LinearSpec) -> torch.Tensor:
+        return self.linears.read(spec, shapes_only=False).dense()
+
+    def _placed(self, weight: torch.Tensor) -> torch.Tensor:
+        placed = self._platform.place_weight(weight, self._dtype)
+        self._checkpoint.release()
+        return placed
+
     def _linear(self, spec: LinearSpec, is_head: bool = False) -> Linear:
         """Returns the parts packed as one linear, joined to those of the other ranks."""
         return self._joined(self._own(spec, is_head), spec)
@@ -548,7 +543,9 @@ class WeightLoader:
     def _own(self, spec: LinearSpec, is_head: bool = False, bank: AdapterBank | None = None) -> Linear:
         """Returns this rank's linear, which takes the adapters of `bank`."""
         weight = self._as_kept(self.linears.read(spec), is_head)
-        linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
+        linear = self._make_linear(
+            dataclasses.replace(weight, activation=self._config.activation, gate_limit=spec.gate_limit)
+        )
         if bank is not None:
             linear = bank.around(linear, spec, self.linears.stored(spec))
         if spec.activation is not None:

@@ -6,7 +6,7 @@ A rank has its share of the target, and perhaps a whole draft model. Called by t
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -152,7 +152,13 @@ def _open_bank(
         return None
     shard = rank_shard(config, group)
     experts = None if platform.expert_adapting is None else platform.expert_adapting()
-    return AdapterBank(platform.adapting(), dtype, options.max_adapter_bytes, shard, config.head_dim, experts)
+    split = f"{group.rank} of {group.num_ranks} {options.exact} {options.expert_parallel}"
+
+    def share(digest: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return platform.share_tensors(f"{digest} for {config} {dtype} {split}", tensors)
+
+    most, head_dim = options.max_adapter_bytes, config.head_dim
+    return AdapterBank(platform.adapting(), dtype, most, shard, head_dim, experts, share)
 
 
 def load_adapters(bank: AdapterBank | None, folders: Mapping[str, str], group: Group) -> dict[str, AdapterInfo]:

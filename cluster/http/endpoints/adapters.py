@@ -96,6 +96,7 @@ async def load(state: AppState, exchange: Exchange, request: LoadAdapterRequest)
         await loaded.refresh()
         _check_free(state, of_model, request)
         await loaded.load(request.lora_name, request.lora_path, request.load_inplace)
+        exchange.adapter_key = loaded.digest_of(request.lora_name) or ""
         return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
 
 

@@ -183,6 +183,7 @@ class Exchange(GenerationExchange):
             self.incoming.url_path,
             client=self.caller.key or None,
             adapter=self.adapter or None,
+            adapter_key=self.adapter_key or None,
             status=self.reply.status,
             seconds=round(time.perf_counter() - self._begun, 4),
             others=num_others,

@@ -2,7 +2,8 @@
 
 A load goes in this order, so that a failure before the third step changes nothing:
 
-1. Every engine reads the adapter, checks it in full, keeps a copy and holds it. Nobody can name it yet.
+1. Every engine reads the adapter, checks it in full, keeps a copy and holds it. Nobody can name it yet. While no engine
+   runs, a process of its own does that, but for holding it (`apart_check.py`).
 2. All engines must have found the same values.
 3. The registry gets the new table. From here on engines and ingresses that start know the adapter.
 4. Every other ingress reads the table. Then the operator gets the answer.
@@ -11,6 +12,7 @@ A load goes in this order, so that a failure before the third step changes nothi
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from manta.cluster.engine.adapter_table import AdapterTable, AppliedAdapter, Loa
 from manta.cluster.errors import Unavailable, error_of, refuse
 from manta.cluster.serve.adapters import adapter_registry
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
+from manta.cluster.serve.adapters.apart_check import can_check_apart, check_apart
 from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.refusals import Refusal
@@ -53,9 +56,9 @@ class AdapterEngines(Protocol):
     application: str
     """Name of the application with the engines."""
 
-    async def read_adapter(self, path: str) -> list[Any]:
-        """Makes every engine read the adapter in a folder, and waits for one to start if none runs. Returns for each
-        the `LoadedAdapter`, the `Refusal`, or the exception.
+    async def read_adapter(self, path: str, wakes: bool) -> list[Any]:
+        """Makes every engine read the adapter in a folder. If none runs, it waits for one to start if it `wakes`.
+        Returns for each the `LoadedAdapter`, the `Refusal`, or the exception.
         """
         ...
 
@@ -70,7 +73,7 @@ class NoEngines:
     def __init__(self, application: str) -> None:
         self.application = application
 
-    async def read_adapter(self, path: str) -> list[Any]:
+    async def read_adapter(self, path: str, wakes: bool) -> list[Any]:
         return []
 
     async def uses_adapter(self, digest: str) -> bool:
@@ -99,8 +102,12 @@ async def ask_every(broadcast: Callable[[], Any], patience_s: float = TELLING_S)
 
 def _silent(answers: list[Any]) -> list[BaseException]:
     """Returns the exceptions that tell of a process that may live and has not answered."""
-    errors = [each for each in answers if isinstance(each, BaseException)]
-    return [each for each in errors if not isinstance(each, RayActorError | DeploymentUnavailableError)]
+    return [each for each in answers if isinstance(each, BaseException) and not _is_gone(each)]
+
+
+def _is_gone(answer: object) -> bool:
+    """Returns whether an answer stands for a process that lives no more."""
+    return isinstance(answer, RayActorError | DeploymentUnavailableError)
 
 
 async def tell_nobody() -> None:
@@ -110,7 +117,8 @@ async def tell_nobody() -> None:
 class AdapterDirectory:
     """The loaded adapters of the model that `engines` serve. `keep_s` is the longest time of a request. `tell_others`
     makes all other processes that serve read the table, and raises `Unavailable` if one does not. `configured` are the
-    names of the adapters that the configuration has. Implements
+    names of the adapters that the configuration has. `check_apart` returns what a process of its own finds in a folder
+    while no engine runs; None wakes an engine for that. Implements
     `manta.cluster.http.exchange.loaded_adapters.LoadedAdapters`.
     """
 
@@ -122,6 +130,7 @@ class AdapterDirectory:
         tell_others: Callable[[], Awaitable[None]] = tell_nobody,
         settling_s: float = SETTLING_S,
         configured: Collection[str] = (),
+        check_apart: Callable[[str], Awaitable[Any]] | None = None,
     ) -> None:
         self.tell: Callable[[Collection[str]], None] = lambda names: None
         self._engines = engines
@@ -129,6 +138,9 @@ class AdapterDirectory:
         self._keep_s = keep_s + KEEP_SLACK_S
         self._tell_others = tell_others
         self._configured = configured
+        self._check_apart = check_apart
+        self._checking = asyncio.Lock()
+        """Lock of the load for which a process of its own runs."""
         self._table = AdapterTable()
         self._is_read = False
         self._following: asyncio.Task[None] | None = None
@@ -218,9 +230,13 @@ class AdapterDirectory:
 
     async def _read_everywhere(self, path: str) -> LoadedAdapter:
         """Returns what every engine has found in a folder. Raises `ServingError` if one refuses it, if they differ, or
-        if one does not answer. An engine that died does not count: the one in its place reads the registry.
+        if one does not answer. An engine that died does not count: the one in its place reads the registry. If none is
+        left, a process of its own reads the folder.
         """
-        answers = await self._engines.read_adapter(path)
+        answers = await self._engines.read_adapter(path, wakes=self._check_apart is None)
+        if self._check_apart is not None and all(map(_is_gone, answers)):
+            async with self._checking:
+                answers = [await self._check_apart(path)]
         for refusal in (each for each in answers if isinstance(each, Refusal)):
             raise error_of(refusal)
         found = {each for each in answers if isinstance(each, LoadedAdapter)}
@@ -263,5 +279,6 @@ def open_directory(
     if not config.engine.adapter_roots:
         return None
     registry = adapter_registry.open_registry(engines.application, config.engine.model)
-    names = config.engine.adapters
-    return AdapterDirectory(engines, registry, config.request_timeout_s, tell_others, settling_s, names)
+    apart = functools.partial(check_apart, config.engine, registry.server) if can_check_apart(config.engine) else None
+    names, longest_s = config.engine.adapters, config.request_timeout_s
+    return AdapterDirectory(engines, registry, longest_s, tell_others, settling_s, names, apart)

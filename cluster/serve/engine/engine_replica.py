@@ -113,7 +113,9 @@ class EngineReplica:
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
         self._reporter = CacheReporter(
-            lambda: blocks.num_free * blocks.block_size // len(blocks.groups), are_borders=blocks.resumes_at_borders
+            lambda: blocks.num_free * blocks.block_size // len(blocks.groups),
+            are_borders=blocks.resumes_at_borders,
+            held_adapters=lambda: self.engine.adapters.digests,
         )
         if not is_alone:
             blocks.report_to(self._reporter.note)
@@ -344,8 +346,11 @@ class EngineReplica:
 
     async def uses_adapter(self, digest: str) -> bool:
         """Returns whether a request that has not ended has the adapter with these values."""
-        requests = [request for call in self._calls for request in call.open.values() if request.adapter]
-        return any(AdapterKey.of(request.adapter).digest == digest for request in requests)
+        return digest in self._used_adapters()
+
+    def _used_adapters(self) -> frozenset[str]:
+        requests = (request for call in self._calls for request in call.open.values() if request.adapter)
+        return frozenset(AdapterKey.of(request.adapter).digest for request in requests)
 
     async def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes blocks from the prefix store."""
@@ -373,7 +378,7 @@ class EngineReplica:
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
         if self._adapters is not None:
-            self._adapters.follow()
+            self._adapters.follow(self._used_adapters())
 
     def _on_lost_ingress(self, address: Address) -> None:
         """Cancels the calls of an ingress whose connection broke, which aborts their requests.

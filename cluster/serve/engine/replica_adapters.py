@@ -6,23 +6,22 @@ Imports torch, so only a process with an engine imports it.
 from __future__ import annotations
 
 import asyncio
-import os
 import pathlib
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
 from manta.cluster.engine.engine import Engine
-from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
-from manta.cluster.named_paths import paths_below
+from manta.cluster.errors import RequestRefused, ServingError, error_of
+from manta.cluster.serve.adapters.adapter_intake import read_within, refusing, resolve_adapter
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
 from manta.cluster.serve.engine.step_thread import StepThread
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.workers.adapters.adapter_copies import AdapterCopies
-from manta.workers.adapters.gguf_adapter import SUFFIX
 from manta.workers.models.model_config import ModelError
 from manta.workers.ranks.rank_worker import ReadAdapter
 
@@ -31,6 +30,10 @@ logger = logger_of(__name__)
 LOADING_S = 600.0
 """Seconds for which an engine keeps an adapter that it has read for a load whose end it does not know. Other engines
 read it at the same time.
+"""
+
+KEEP_USED_S = 600.0
+"""Seconds for which replaced values stay after an engine last had a request with them, so that another one can go on.
 """
 
 
@@ -67,26 +70,29 @@ class ReplicaAdapters:
             except RequestRefused:
                 logger.error("the adapter of %s has other values by now; load it again", self._table.path_of(digest))
 
-    def follow(self) -> None:
-        """Begins to read the registry, and to forget what nothing needs any more. Serve's health check calls it, which
-        must not wait for the store.
-        """
+    def follow(self, used: Collection[str]) -> None:
+        """Begins to do what `catch_up` does. Serve's health check calls it, which must not wait for the store."""
         if self._following is None or self._following.done():
-            self._following = asyncio.ensure_future(self.catch_up())
+            self._following = asyncio.ensure_future(self.catch_up(used))
 
-    async def catch_up(self) -> None:
-        """Reads the registry, and forgets what nothing needs any more."""
+    async def catch_up(self, used: Collection[str] = ()) -> None:
+        """Reads the registry, and forgets what nothing needs any more. `used` are the digests of this engine's
+        requests: every engine keeps their values, because these may have to go on there.
+        """
         try:
-            await asyncio.to_thread(self._catch_up)
+            await asyncio.to_thread(self._catch_up, used)
         except Exception as error:  # Ray raises many types when its store does not answer
             logger.warning("the table of loaded adapters cannot be read: %s", in_words(error))
 
-    def _catch_up(self) -> None:
-        self._table = self._registry.read()
+    def _catch_up(self, used: Collection[str]) -> None:
+        self._table, told = self._registry.read(), time.time()
+        kept = self._table.keeping(used, told, KEEP_USED_S)
+        if kept is not self._table and self._registry.replace(kept):
+            self._table = kept  # if another change was faster, the next call does it
         now = time.monotonic()
         for digest in [digest for digest, until in self._loading.copy().items() if until <= now]:
             del self._loading[digest]
-        needed = self._table.needed(time.time()) | self._loading.keys()
+        needed = self._table.needed(told) | self._loading.keys()
         for digest in self._engine.adapters.loaded:
             if digest not in needed:
                 self._thread.call(self._engine.adapters.drop, digest)
@@ -108,22 +114,12 @@ class ReplicaAdapters:
 
     def _read(self, path: str) -> LoadedAdapter:
         folder = resolve_adapter(path, self._config.adapter_roots)
-        try:
-            adapter = self._engine.executor.read_adapter(str(folder))
-            room = self._config.max_adapter_bytes - self._engine.adapters.num_fixed_bytes
-            if adapter.num_bytes > room:
-                remedy = "raise engine.max_adapter_bytes"
-                refuse("over_limit", "lora_path", adapter.num_bytes, room, remedy, unit="bytes")
+        with refusing(path):
+            num_fixed_bytes = self._engine.adapters.num_fixed_bytes
+            adapter = read_within(self._config, folder, self._engine.executor.read_adapter, num_fixed_bytes)
             self._loading[adapter.digest] = time.monotonic() + LOADING_S
             self._copies.keep(folder, adapter.digest)
             self._thread.call(self._engine.adapters.hold, adapter).result()
-        except ModelError as error:
-            refuse("unfit", "lora_path", path, cause=str(error))
-        except ConnectionError as error:
-            remedy = "load it again when the engine has restarted its ranks"
-            refuse("unavailable", "lora_path", cause=f"a rank of the engine is lost: {in_words(error)}", remedy=remedy)
-        except OSError as error:
-            refuse("unavailable", "lora_path", cause=f"the adapter cannot be copied to the cache: {in_words(error)}")
         return LoadedAdapter(str(folder), adapter.digest)
 
     async def find(self, digest: str) -> ReadAdapter:
@@ -160,20 +156,3 @@ class ReplicaAdapters:
             except (ModelError, OSError) as error:
                 logger.warning("%s cannot be served: %s", folder, error)
         return None
-
-
-def resolve_adapter(path: str, roots: tuple[str, ...]) -> pathlib.Path:
-    """Returns the folder or GGUF file that an operator names, without links. A relative path begins at each of the
-    roots in turn.
-
-    Refuses a path that leads out of the roots, whether or not anything is there, and one where neither is.
-    """
-    inside = paths_below(path, roots, "lora_path", "name a folder below one of engine.adapter_roots")
-    found = next((each for each in inside if os.path.isdir(each) or _is_gguf(each)), None)
-    if found is None:
-        refuse("unknown_object", "lora_path", path, unit="folder of an adapter")
-    return pathlib.Path(found)
-
-
-def _is_gguf(path: str) -> bool:
-    return path.endswith(SUFFIX) and os.path.isfile(path)

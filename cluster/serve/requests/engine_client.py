@@ -222,11 +222,13 @@ class EngineQuestions:
         if not self.is_asleep():
             await self._ask_all("drop_kept", hashes)
 
-    async def read_adapter(self, path: str) -> list[Any]:
-        """Makes every replica read the adapter in a folder, and waits for one to start if none runs. Returns for each
-        the `LoadedAdapter`, the `Refusal`, or the exception.
+    async def read_adapter(self, path: str, wakes: bool) -> list[Any]:
+        """Makes every replica read the adapter in a folder. If none runs, it waits for one to start if it `wakes`.
+        Returns for each the `LoadedAdapter`, the `Refusal`, or the exception.
         """
         if self.is_asleep():
+            if not wakes:
+                return []
             await self._waker.wait(ADAPTER_TIMEOUT_S, "")
         return await self._ask_all("read_adapter", path, timeout_s=ADAPTER_TIMEOUT_S)
 

@@ -16,7 +16,7 @@ import msgspec
 from ray.exceptions import RayActorError
 
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
-from manta.cluster.errors import GenerationFailed, Overdue, ServingError
+from manta.cluster.errors import GenerationFailed, Overdue, ServingError, error_of
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult
 from manta.cluster.serve.requests.takeover import Cause, Takeover, TakeoverTimes
@@ -275,6 +275,9 @@ class PromptRun:
         elif result.refusal is not None and result.refusal.kind == "queue_full" and self._num_attempts:
             # an engine admitted it before
             self._try_again("full")
+        elif result.refusal is not None and result.refusal.kind == "adapter_gone" and self._progress.num_tokens:
+            remedy = "send the request again, for the values that the adapter has by now"
+            self._fail(error_of(Refusal("adapter_lost", "model", result.refusal.value, remedy=remedy)))
         else:
             self._fail(result)
 

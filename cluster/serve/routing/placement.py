@@ -1,8 +1,9 @@
-"""Placement of prompts: each goes to the replica where it costs least, with cached blocks weighed against load.
+"""Placement of prompts: each goes to the replica where it costs least, with cached blocks and held adapters weighed
+against load.
 
-`Placement` makes the whole decision and holds everything that one ingress knows for it. That is the cached blocks and
-load that engines report (`reports.py`), the ingress's own requests, and the last replica of each session. Serve's
-router calls it (`request_router.py`), and so does a simulation of many replicas in the tests.
+`Placement` makes the whole decision and holds everything that one ingress knows for it. That is the cached blocks,
+adapters and load that engines report (`reports.py`), the ingress's own requests, and the last replica of each session.
+Serve's router calls it (`request_router.py`), and so does a simulation of many replicas in the tests.
 Imports neither torch nor ray. All of it may be called from several threads.
 
 Costs are prompt tokens to compute, as in the routers of Dynamo and llm-d. Among replicas that hold equally much of a
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from manta.cluster.serve.routing.adapter_holders import AdapterHolders
 from manta.cluster.serve.routing.prefix_index import PrefixIndex, bit_of, lowest_slot, slots_of
 from manta.cluster.serve.routing.reports import Report, unpacked
 
@@ -41,6 +43,11 @@ NO_ROOM_WEIGHT = 8
 """Extra cost of a token for which the KV cache has no room, because it waits until another sequence ends."""
 SESSION_TOKENS = 4096
 """A session stays at its last replica until that one costs this many prompt tokens more than another."""
+ADAPTER_TOKENS = 1024
+"""Extra cost, in tokens, of a replica that has to read the prompt's adapter, while another one holds it: it reads,
+checks and converts some MB, and another adapter may have to leave. Beyond some five sequences more, a second replica
+takes a popular adapter too.
+"""
 MAX_SESSIONS = 65_536
 """Sessions that an ingress remembers, at about 300 bytes each. Beyond that it forgets those that were silent for
 longest.
@@ -67,6 +74,8 @@ class Prompt(msgspec.Struct, kw_only=True, gc=False):
     """Client of the prompt; in an engine clients take turns (`cluster/engine/turns.py`)."""
     session: str = ""
     """Name of a conversation of the client; empty if there is none."""
+    adapter: int = 0
+    """Key of its adapter (`adapter_holders.py`); 0 for the model alone."""
 
     def num_new_tokens(self, num_blocks: int) -> int:
         """Returns the number of tokens to compute on a replica that holds `num_blocks` leading blocks; at least 1."""
@@ -181,6 +190,8 @@ class _Placed(msgspec.Struct, gc=False):
     expected: Sequence[int]
     """Keys of blocks that its replica will have once it has computed them."""
     new_tokens: int
+    awaits_adapter: bool
+    """Whether its replica counts as a holder of its adapter because of it."""
     has_output: bool = False
 
 
@@ -191,6 +202,7 @@ class Placement:
 
     def __init__(self, random_seed: int | None = None) -> None:
         self.index = PrefixIndex()
+        self.adapters = AdapterHolders()
         self._random = random.Random(random_seed)
         self._lock = threading.RLock()
         self._replicas: dict[str, _Replica] = {}
@@ -243,6 +255,7 @@ class Placement:
             if replica is None:
                 return
             self.index.remove(replica.slot)
+            self.adapters.remove(replica.slot)
             for placed in self._placed.values():
                 if placed.replica is replica:
                     self._expect_no_more(placed)
@@ -263,6 +276,8 @@ class Placement:
             self.index.discard(replica.slot, removed)
             self.index.add(replica.slot, added)
             self.index.set_borders(replica.slot, report.are_borders)
+            if report.adapters is not None:
+                self.adapters.report(replica.slot, unpacked(report.adapters))
             self._set_others(replica, report.other_tokens, report.other_sequences)
             replica.free_tokens = report.free_tokens
 
@@ -305,8 +320,11 @@ class Placement:
         """Records a prompt on a replica that holds `num_blocks` of its leading blocks. Returns the number of tokens to
         compute.
         """
-        placed = _Placed(prompt, replica, prompt.keys[num_blocks:], prompt.num_new_tokens(num_blocks))
+        new_tokens, has_adapter = prompt.num_new_tokens(num_blocks), prompt.adapter != 0
+        placed = _Placed(prompt, replica, prompt.keys[num_blocks:], new_tokens, has_adapter)
         self._placed[prompt.request_id] = placed
+        if has_adapter:
+            self.adapters.expect(replica.slot, prompt.adapter)
         self.index.expect(replica.slot, placed.expected)
         replica.wait_for(prompt.client, placed.new_tokens)
         self._add_sequences(replica, prompt.num_sequences)
@@ -335,36 +353,47 @@ class Placement:
         """Returns the cheapest replica, and how many leading blocks it holds or is expected to hold."""
         mean = self._num_sequences / among.bit_count()
         last = self._replicas.get(self._sessions.get((prompt.client, prompt.session), "")) if prompt.session else None
+        holders = self.adapters.of(prompt.adapter, among) if prompt.adapter else 0
         least, chosen, chosen_blocks = math.inf, None, 0
-        for replica, num_blocks, copied in self._candidates(prompt.keys, among, last):
+        for replica, num_blocks, copied in self._candidates(prompt.keys, among, last, holders):
             cost = replica.cost(prompt.num_new_tokens(num_blocks), prompt.client, mean)
             cost += COPY_WEIGHT * prompt.block_size * copied
             if replica is last:
                 cost -= SESSION_TOKENS
+            if holders and not holders & bit_of(replica.slot):
+                cost += ADAPTER_TOKENS
             if cost < least:
                 least, chosen, chosen_blocks = cost, replica, num_blocks
         assert chosen is not None
         return chosen, chosen_blocks
 
     def _candidates(
-        self, keys: Sequence[int], among: int, last: _Replica | None
+        self, keys: Sequence[int], among: int, last: _Replica | None, holders: int
     ) -> Iterator[tuple[_Replica, int, float]]:
         """Yields candidates as (replica, leading blocks it holds, copied). `copied` is the number of blocks that it
         lacks and others hold, each divided by the square of its number of holders. Candidates with most blocks come
-        first and win ties.
+        first and win ties. Where only some replicas are `holders` of the adapter, the least busy one of them is a
+        candidate too.
         """
         rest, longer, copied, num_holders = among, 0, 0.0, 0
         for num_blocks, bits in itertools.islice(self.index.find(keys, among), NUM_LENGTHS):
             if num_holders:
                 copied += (longer - num_blocks) / num_holders**2
-            yield self._least_busy(bits), num_blocks, copied
+            for replica in self._compared(bits, holders):
+                yield replica, num_blocks, copied
             rest, longer, num_holders = rest & ~bits, num_blocks, num_holders + bits.bit_count()
-        if rest:
-            replica = self._least_busy(rest)
+        for replica in self._compared(rest, holders):
             num_blocks = self._num_leading(keys, replica)
             yield replica, num_blocks, copied + (longer - num_blocks) / num_holders**2
         if last is not None and bit_of(last.slot) & among:
             yield last, self._num_leading(keys, last), 0.0
+
+    def _compared(self, bits: int, holders: int) -> Iterator[_Replica]:
+        """Yields the least busy one of some replicas, and the least busy holder if only some of them hold."""
+        if bits & holders not in (0, bits):
+            yield self._least_busy(bits & holders)
+        if bits:
+            yield self._least_busy(bits)
 
     def _num_leading(self, keys: Sequence[int], replica: _Replica) -> int:
         num_blocks, _ = next(self.index.find(keys, bit_of(replica.slot)))
@@ -413,3 +442,6 @@ class Placement:
     def _expect_no_more(self, placed: _Placed) -> None:
         self.index.expect_no_more(placed.replica.slot, placed.expected)
         placed.expected = ()
+        if placed.awaits_adapter:
+            self.adapters.expect_no_more(placed.replica.slot, placed.prompt.adapter)
+            placed.awaits_adapter = False

@@ -22,8 +22,10 @@ from ray.serve.exceptions import RayServeException
 from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.pooling_request import PoolingRequest
 from manta.cluster.engine.request import EngineRequest
+from manta.cluster.serve.routing.adapter_holders import adapter_key
 from manta.cluster.serve.routing.placement import Placement, Prompt
 from manta.cluster.serve.routing.prefix_index import block_keys
+from manta.workers.adapter_key import AdapterKey
 
 SERVE_NAMESPACE = "serve"
 """Ray namespace of Serve's actors."""
@@ -181,6 +183,7 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
         num_sequences=request.params.n,
         client=request.client,
         session=request.session,
+        adapter=adapter_key(AdapterKey.of(request.adapter).digest) if request.adapter else 0,
     )
 
 

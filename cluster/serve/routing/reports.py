@@ -1,4 +1,4 @@
-"""Reports of an engine to each ingress: changes of its prefix cache, and its load.
+"""Reports of an engine to each ingress: changes of its prefix cache, its adapters, and its load.
 
 Reports travel in the frames of `cluster/serve/channel/token_channel.py`. Each holds the changes since the last report
 to the same ingress; the first holds the whole cache. While an engine runs anything, an ingress learns of a change
@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 import msgspec
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.serve.routing.adapter_holders import packed_keys
 from manta.cluster.serve.routing.prefix_index import KEY_BYTES
 
 REPORT_S = 0.05
@@ -40,6 +41,8 @@ class Report(msgspec.Struct, array_like=True):
     """Whether the keys are those of blocks after which a prompt can go on, and not of all cached blocks. This is so if
     layers have sliding windows or recurrent states (`cluster/engine/resume_borders.py`).
     """
+    adapters: bytes | None = None
+    """Keys of all adapters that the engine holds (`adapter_holders.py`); None if they are those of the last report."""
 
 
 def unpacked(keys: bytes) -> tuple[int, ...]:
@@ -54,6 +57,8 @@ class _Reader:
         self.num_told = 0
         """Number of the last change that the ingress was told."""
         self.last: Report | None = None
+        self.adapters: bytes | None = None
+        """The adapters that the ingress was told of; None before its first report."""
         self.last_time = 0.0
         self.is_due = False
         """Whether the next report is due before `REPORT_S` has passed."""
@@ -70,7 +75,8 @@ class CacheReporter:
     """Reports of one engine. The step thread calls `note`, the event loop everything else.
 
     `num_free_tokens` returns for how many tokens the KV cache has room; `clock` returns seconds. `are_borders` is that
-    of its reports.
+    of its reports. `held_adapters` returns the digests of the adapters that the engine holds, as another object when
+    they have changed.
     """
 
     def __init__(
@@ -78,8 +84,13 @@ class CacheReporter:
         num_free_tokens: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         are_borders: bool = False,
+        held_adapters: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._are_borders = are_borders
+        self._held_adapters = held_adapters
+        self._digests: frozenset[str] = frozenset()
+        self._adapters = b""
+        """The keys of the adapters with these digests."""
         self._num_free_tokens = num_free_tokens
         self._clock = clock
         self._lock = threading.Lock()
@@ -146,6 +157,7 @@ class CacheReporter:
                 return None
             reader.is_due = False
             added, removed = self._take_changes(reader)
+        adapters = self._adapter_keys()
         others = [work for name, work in self._work.items() if name != ingress]
         report = Report(
             added,
@@ -155,12 +167,19 @@ class CacheReporter:
             sum(work.num_sequences for work in others),
             self._num_free_tokens(),
             self._are_borders,
+            None if adapters == reader.adapters else adapters,
         )
         if report == reader.last:
             return None
-        reader.last = msgspec.structs.replace(report, added=b"", removed=b"", is_whole=False)
-        reader.last_time = now
+        reader.last = msgspec.structs.replace(report, added=b"", removed=b"", is_whole=False, adapters=None)
+        reader.last_time, reader.adapters = now, adapters
         return report
+
+    def _adapter_keys(self) -> bytes:
+        digests = self._held_adapters()
+        if digests is not self._digests:
+            self._digests, self._adapters = digests, packed_keys(sorted(digests))
+        return self._adapters
 
     def _take_changes(self, reader: _Reader) -> tuple[bytes, bytes]:
         """Returns the keys that were added and those that were removed since the reader's last report, and marks them

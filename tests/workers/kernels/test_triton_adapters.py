@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,21 @@ from manta.workers.kernels.triton.adapter_blocks import place_blocks
 from manta.workers.kernels.triton.metadata import build_metadata
 from manta.workers.kernels.weights import Linear, LinearWeight
 from manta.workers.platforms.cuda import CudaPlatform
+from tests.workers.kernels.test_float8_linear import float8_weight
 from tests.workers.triton_device import DEVICE, THOROUGH
 
 IN, OUT = (1000, 1536) if DEVICE.type == "cuda" else (40, 96)
 RANKS = (3, 16, 18, 1)
 BRIEF = {("plain", torch.float32), ("gated", torch.bfloat16)}
 """The cases of `make test`: in the interpreter the base model's own products take most of the time."""
-KINDS = {"plain": {}, "gated": {"gated": True}, "int8, gated": {"rounded_to": 8, "gated": True}}
+FLOAT8 = float8_weight(5, OUT, IN, None)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gated": {"gated": True},
+    "int8, gated": {"rounded_to": 8, "gated": True},
+    "E4M3": {"quantized": FLOAT8},
+    "E4M3, gated": {"quantized": FLOAT8, "gated": True},
+}
 CASES = [
     pytest.param(kind, dtype, marks=[] if (kind, dtype) in BRIEF or THOROUGH else pytest.mark.prove)
     for kind in KINDS

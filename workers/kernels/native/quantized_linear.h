@@ -12,10 +12,13 @@
 
 #include "quantized_dot.h"
 #include "quantized_rows.h"
+#include "tiles.h"
 
 constexpr int CHUNK_INPUTS = 256;  // weights of a panel that stay in the first-level cache while a block of rows passes
 constexpr int BLOCK_ROWS = 96;     // rows whose sums stay in the first-level cache
 constexpr int UNPACKED_ROWS = 8;   // with more rows, 4 bits become 8 once for all of them
+constexpr int SMALL_GROUP = 32;    // inputs of a group of the usual formats of 4 bits
+constexpr int LINE_BYTES = 64;     // of the caches
 constexpr int64_t AHEAD_BYTES = 6 << 10;  // from the weights in use to those that are fetched
 #if MANTA_LANES == 16
 constexpr int MOST_ROWS = 6, LEAST_VECTORS = 4, MOST_SUMS = 8;  // 24 sums in 32 registers
@@ -24,6 +27,15 @@ constexpr int MOST_ROWS = 4, LEAST_VECTORS = 4, MOST_SUMS = 16;
 #else
 constexpr int MOST_ROWS = 4, LEAST_VECTORS = 2, MOST_SUMS = 8;  // 8 sums in 16 registers
 #endif
+
+// Lines of weights that are fetched for later with each step of 4 or 8 inputs, if a step has four: a QUARTER of them or
+// HALF. ALL are as many as a step has.
+enum Fetches { NONE = 0, QUARTER = 1, HALF = 2, ALL = 4 };
+
+// Levels of caches into which lines are fetched. Fetches into the first level wait for one of its few miss buffers: on
+// Zen 4 they read 15 GB/s a core where those into the second level read 30. But they are what helps if a tile
+// multiplies long enough.
+constexpr int INTO_FIRST = 3, INTO_SECOND = MANTA_LANES == 16 ? 2 : INTO_FIRST;
 
 // Vectors of outputs that a pass over the weights sums: with few rows more of them, up to a panel's, so that memory is
 // read in order. On an AMD processor with AVX2, one row of 8 bits from memory ran at 9 GB/s a core with two vectors a
@@ -82,6 +94,7 @@ struct QuantizedProduct {
         const uint8_t* weights;        // of the chunk
         const char* scales;            // of the group
         bool begins, ends;             // it is the first or the last of the group
+        const uint8_t* fetched = nullptr;  // where a QUARTER or HALF begins
     };
 
     struct Sums {
@@ -90,8 +103,8 @@ struct QuantizedProduct {
     };
 
     // Adds a chunk's products to the sums of ROWS rows and of V vectors of outputs, from output `column` on. Weights of
-    // these outputs are fetched for later if FETCHES.
-    template <Kind KIND, int ROWS, int V, bool FETCHES>
+    // these outputs are fetched for later.
+    template <Kind KIND, int ROWS, int V, Fetches FETCHED>
     MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints table, Ints (&sums)[ROWS][V]) const {
         const int64_t stride = layout.groups.padded;
         const int8_t* inputs = rows.values + ((int64_t)chunk.group * rows.num_rows + row) * stride + chunk.first;
@@ -102,7 +115,7 @@ struct QuantizedProduct {
             for (int first = 0; first < num_inputs; first += PAIRED_INPUTS) {
                 const int last = std::min(first + PAIRED_INPUTS, num_inputs);
                 Ints pairs[ROWS][V] = {};
-                add_each<KIND, ROWS, V, FETCHES>(inputs, stride, first, last, weights, table, pairs, add_paired);
+                add_each<KIND, ROWS, V, FETCHED>(inputs, stride, first, last, weights, nullptr, table, pairs, add_paired);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                     MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = add_pairs_to(sums[i][c], pairs[i][c]);
             }
@@ -110,7 +123,8 @@ struct QuantizedProduct {
         }
 #endif
         constexpr Kind DOT = KIND == CODES ? BYTES : KIND;
-        add_each<KIND, ROWS, V, FETCHES>(inputs, stride, 0, num_inputs, weights, table, sums, add_dot<DOT>);
+        add_each<KIND, ROWS, V, FETCHED>(inputs, stride, 0, num_inputs, weights, chunk.fetched, table, sums,
+                                         add_dot<DOT>);
     }
 
     // What codes stand for as `add_dot` takes it; nothing for other kinds.
@@ -120,9 +134,9 @@ struct QuantizedProduct {
     }
 
     // The same for inputs [first, last) of the chunk, by a function that adds four inputs' products.
-    template <Kind KIND, int ROWS, int V, bool FETCHES, class Add>
+    template <Kind KIND, int ROWS, int V, Fetches FETCHED, class Add>
     static MANTA_INLINE void add_each(const int8_t* inputs, int64_t stride, int first, int last, const uint8_t*& weights,
-                                      Ints table, Ints (&sums)[ROWS][V], const Add& add) {
+                                      const uint8_t* fetched, Ints table, Ints (&sums)[ROWS][V], const Add& add) {
         constexpr bool HAS_TWO = KIND == NIBBLES || KIND == CODES;  // in a byte
         constexpr int INPUTS = HAS_TWO ? 8 : 4;                     // in a unit of 4 bytes
         const auto value = [&](Ints nibbles) { return KIND == CODES ? lookup(nibbles, table) : nibbles; };
@@ -132,9 +146,13 @@ struct QuantizedProduct {
                 columns[c] = load_ints(weights + c * LANES * 4);
                 if (KIND == BYTES) columns[c] = as_dot_bytes(columns[c]);
             }
-            if (FETCHES)
-                MANTA_UNROLL for (int line = 0; line < V * LANES * 4; line += 64)
-                    __builtin_prefetch(weights + line + AHEAD_BYTES, 0, 3);
+            if (FETCHED == ALL)
+                MANTA_UNROLL for (int line = 0; line < V * LANES * 4; line += LINE_BYTES)
+                    __builtin_prefetch(weights + line + AHEAD_BYTES, 0,
+                                       KIND == BYTES && ROWS == 1 ? INTO_SECOND : INTO_FIRST);
+            if (FETCHED == QUARTER || FETCHED == HALF)
+                MANTA_UNROLL for (int line = 0; line < FETCHED; line++, fetched += LINE_BYTES)
+                    __builtin_prefetch(fetched, 0, FETCHED == HALF ? INTO_SECOND : INTO_FIRST);
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                 int32_t four;
                 memcpy(&four, inputs + i * stride + k, 4);
@@ -155,7 +173,7 @@ struct QuantizedProduct {
 
     // `row` counts from the first of all rows, `place` from that of the block. Loops are unrolled so that sums stay in
     // registers.
-    template <Kind KIND, int ROWS, int V, bool FETCHES>
+    template <Kind KIND, int ROWS, int V, Fetches FETCHED>
     __attribute__((noinline)) void pass(const Chunk& chunk, int row, int place, int column, const Sums& to) const {
         const int64_t at = (int64_t)chunk.group * rows.num_rows + row;
         int32_t* const ints = to.ints + place * PANEL + column;
@@ -170,7 +188,7 @@ struct QuantizedProduct {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                 MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = load_ints(ints + i * PANEL + c * LANES);
         }
-        add_products<KIND, ROWS, V, FETCHES>(chunk, row, column, dot_table<KIND>(), sums);
+        add_products<KIND, ROWS, V, FETCHED>(chunk, row, column, dot_table<KIND>(), sums);
         if (!chunk.ends) {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                 MANTA_UNROLL for (int c = 0; c < V; c++)
@@ -202,6 +220,64 @@ struct QuantizedProduct {
         }
     }
 
+    // `pass` for a whole SMALL_GROUP of unpacked weights. Between so few products, what `pass` looks up and decides took a
+    // tenth of the time. A row's `start` is what its sums begin with.
+    template <Kind KIND, int ROWS>
+    static __attribute__((noinline)) void pass_small(const int8_t* inputs, const uint8_t* weights, const float* scales,
+                                                     const int32_t* starts, const float* input_scales, float* floats) {
+        constexpr int V = LEAST_VECTORS;
+        Ints sums[ROWS][V];
+        MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+            const Ints start = splat_int(starts[i]);
+            MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = start;
+        }
+        MANTA_UNROLL for (int k = 0; k < SMALL_GROUP; k += 4) {
+            Ints columns[V];
+            MANTA_UNROLL for (int c = 0; c < V; c++) columns[c] = load_ints(weights + k * PANEL + c * LANES * 4);
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                int32_t four;
+                memcpy(&four, inputs + i * SMALL_GROUP + k, 4);
+                const Ints given = splat_int(four);
+                MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = add_dot<KIND>(sums[i][c], columns[c], given);
+            }
+        }
+        MANTA_UNROLL for (int c = 0; c < V; c++) {
+            const Floats scale = load(scales + c * LANES);
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                const Floats scaled = product(product(to_floats(sums[i][c]), scale), splat(input_scales[i]));
+                float* const sum = floats + i * PANEL + c * LANES;
+                store(sum, load(sum) + scaled);
+            }
+        }
+    }
+
+    // Whether `pass_small_by_rows` takes unpacked weights. AVX2 sums pairs of products in `add_products`.
+    bool has_small_groups() const {
+        return MANTA_LANES == 16 && PACKED_BYTE_ZERO == BYTE_ZERO && layout.groups.padded == SMALL_GROUP;
+    }
+
+    template <Kind KIND>
+    void pass_small_by_rows(const Chunk& chunk, int first, int last, float* floats) const {
+        const int count = last - first, tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t at = (int64_t)chunk.group * rows.num_rows + first;
+        const int8_t* const inputs = rows.values + at * SMALL_GROUP;
+        alignas(64) float scales[PANEL];
+        for (int c = 0; c < PANEL; c += LANES) store(scales + c, layout.load_scales(chunk.scales, c));
+        int32_t starts[BLOCK_ROWS];
+        for (int i = 0; i < count; i++) starts[i] = -zero_of(KIND) * rows.totals[at + i];
+        for (int column = 0; column < PANEL; column += LEAST_VECTORS * LANES)
+            for (int tile = 0; tile < tiles; tile++) {
+                const int place = count * tile / tiles;
+                with_constant<MOST_ROWS>(count * (tile + 1) / tiles - place, [&](auto num_rows) {
+                    float* const sums = floats + place * PANEL + column;
+                    pass_small<KIND, num_rows>(inputs + place * SMALL_GROUP, chunk.weights + column * 4, scales + column,
+                                               starts + place, rows.scales + at + place, sums);
+                    if (layout.has_offsets)
+                        add_offsets<num_rows, LEAST_VECTORS>(chunk, rows.sums + at + place, column, sums);
+                });
+            }
+    }
+
     // All groups of a few rows, whose float sums stay in registers between groups: 1.5 times as fast as `pass` with one
     // row and 4 bits in groups of 32, and 1.1 times with 8 bits in groups of 128, on one thread in the cache.
     template <Kind KIND, int ROWS>
@@ -221,7 +297,7 @@ struct QuantizedProduct {
                 const Ints start = splat_int(-zero_of(KIND) * rows.totals[at + i]);
                 MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = start;
             }
-            add_products<KIND, ROWS, V, true>(chunk, 0, 0, table, sums);
+            add_products<KIND, ROWS, V, ALL>(chunk, 0, 0, table, sums);
             MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats scales = load_scales(has_half_scales, of_group, c * LANES);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
@@ -260,32 +336,49 @@ struct QuantizedProduct {
         for (int row = 0; row < rows.num_rows; row++) write(row, panel, sums + row * PANEL);
     }
 
-    template <Kind KIND, bool FETCHES>
+    template <Kind KIND, Fetches FETCHED>
     void pass(int count, const Chunk& chunk, int row, int place, int column, const Sums& to) const {
         switch (count) {
-            case 1: return pass<KIND, 1, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
-            case 2: return pass<KIND, 2, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
-            case 3: return pass<KIND, 3, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
-            case 4: return pass<KIND, 4, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
+            case 1: return pass<KIND, 1, LEAST_VECTORS, FETCHED>(chunk, row, place, column, to);
+            case 2: return pass<KIND, 2, LEAST_VECTORS, FETCHED>(chunk, row, place, column, to);
+            case 3: return pass<KIND, 3, LEAST_VECTORS, FETCHED>(chunk, row, place, column, to);
+            case 4: return pass<KIND, 4, LEAST_VECTORS, FETCHED>(chunk, row, place, column, to);
 #if MANTA_LANES == 16
-            case 5: return pass<KIND, 5, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
-            case 6: return pass<KIND, 6, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
+            case 5: return pass<KIND, 5, LEAST_VECTORS, FETCHED>(chunk, row, place, column, to);
+            case 6: return pass<KIND, 6, LEAST_VECTORS, FETCHED>(chunk, row, place, column, to);
 #endif
         }
     }
 
-    // All rows of a block: in tiles of about equal size. The first tile fetches weights for later.
+    // All rows of a block: in tiles of about equal size. The first tile fetches weights for later. Of 8 bits, the first
+    // tiles share out the next chunk, so that memory is read while they multiply: 16 rows then take 0.75 of the time, and
+    // 32 rows 0.83.
     template <Kind KIND>
     void pass_by_rows(const Chunk& chunk, int first, int last, const Sums& to) const {
         constexpr bool MAY_FETCH = KIND != UNPACKED || UNPACKED == BYTES;  // unpacking fetches too
+        constexpr bool MAY_SHARE = KIND == BYTES && LEAST_VECTORS * LANES * 4 == ALL * LINE_BYTES;
         const int count = last - first, tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
         if (count <= 2) return pass_few<KIND>(count, chunk, first, to);
         for (int column = 0; column < PANEL; column += LEAST_VECTORS * LANES)
             for (int tile = 0; tile < tiles; tile++) {
                 const int place = count * tile / tiles, rows = count * (tile + 1) / tiles - place;
-                MAY_FETCH && tile == 0 ? pass<KIND, true>(rows, chunk, first + place, place, column, to)
-                                       : pass<KIND, false>(rows, chunk, first + place, place, column, to);
+                if (MAY_SHARE && tiles > 1 && tile < ALL)
+                    pass_fetching<KIND>(rows, chunk, first + place, place, tile, tiles < ALL ? HALF : QUARTER, to);
+                else if (MAY_FETCH && tile == 0)
+                    pass<KIND, ALL>(rows, chunk, first + place, place, column, to);
+                else
+                    pass<KIND, NONE>(rows, chunk, first + place, place, column, to);
             }
+    }
+
+    // A tile that fetches its share of the next chunk; the third of three halves is of the chunk after that.
+    template <Kind KIND>
+    void pass_fetching(int count, Chunk chunk, int row, int place, int tile, Fetches share, const Sums& to) const {
+        const int64_t bytes = int64_t(chunk.end - chunk.first) * PANEL;
+        const int64_t scales = chunk.ends && !layout.has_one_scale ? layout.scales_bytes() : 0;
+        chunk.fetched = chunk.weights + bytes + scales + bytes * tile * share / ALL;
+        share == HALF ? pass<KIND, HALF>(count, chunk, row, place, 0, to)
+                      : pass<KIND, QUARTER>(count, chunk, row, place, 0, to);
     }
 
     template <Kind KIND>
@@ -293,8 +386,8 @@ struct QuantizedProduct {
         constexpr int V1 = vectors_of(1), V2 = vectors_of(2);
         const int width = (count == 1 ? V1 : V2) * LANES;
         for (int column = 0; column < PANEL; column += width)
-            count == 1 ? pass<KIND, 1, V1, true>(chunk, row, 0, column, to)
-                       : pass<KIND, 2, V2, true>(chunk, row, 0, column, to);
+            count == 1 ? pass<KIND, 1, V1, ALL>(chunk, row, 0, column, to)
+                       : pass<KIND, 2, V2, ALL>(chunk, row, 0, column, to);
     }
 
     // Weights of 4 bits [inputs / 8][PANEL][4] as UNPACKED ones [inputs / 4][PANEL][4], or codes as packed BYTES.
@@ -340,8 +433,12 @@ struct QuantizedProduct {
                     } else {
                         unpack(chunk.weights, end - k, unpacked);
                         chunk.weights = unpacked;
-                        layout.codebook ? pass_by_rows<BYTES>(chunk, first, last, {floats, ints})
-                                        : pass_by_rows<UNPACKED>(chunk, first, last, {floats, ints});
+                        if (has_small_groups())
+                            layout.codebook ? pass_small_by_rows<BYTES>(chunk, first, last, floats)
+                                            : pass_small_by_rows<UNPACKED>(chunk, first, last, floats);
+                        else
+                            layout.codebook ? pass_by_rows<BYTES>(chunk, first, last, {floats, ints})
+                                            : pass_by_rows<UNPACKED>(chunk, first, last, {floats, ints});
                     }
                 }
             for (int row = first; row < last; row++) write(row, panel, floats + (row - first) * PANEL);

@@ -31,6 +31,26 @@ struct QuantizedRows {
 
 typedef int8_t Bytes __attribute__((vector_size(MANTA_LANES)));
 
+MANTA_INLINE int32_t largest_of(Ints value) {
+#if MANTA_LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)value);
+#else
+    int32_t largest = value[0];
+    for (int lane = 1; lane < LANES; lane++) largest = std::max(largest, (int32_t)value[lane]);
+    return largest;
+#endif
+}
+
+MANTA_INLINE int32_t total_of(Ints value) {
+#if MANTA_LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)value);
+#else
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += value[lane];
+    return total;
+#endif
+}
+
 // The bits of the largest magnitude: their order as integers is that of the magnitudes, with NaN above all.
 template <class T>
 MANTA_INLINE int32_t largest_bits(const T* x, int count) {
@@ -39,9 +59,7 @@ MANTA_INLINE int32_t largest_bits(const T* x, int count) {
         const Ints bits = (Ints)load_upto(x + i, count - i) & splat_int(0x7fffffff);
         most = most > bits ? most : bits;
     }
-    int32_t largest = 0;
-    for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, (int32_t)most[lane]);
-    return largest;
+    return largest_of(most);
 }
 
 // Rounds `count` numbers whose largest magnitude has the bits `largest`, padded with zeros. Returns their scale: NaN if one
@@ -65,9 +83,7 @@ MANTA_INLINE float quantize(const T* x, int count, int32_t largest, int8_t* valu
         const Bytes bytes = __builtin_convertvector(rounded, Bytes);
         memcpy(values + i, &bytes, sizeof(bytes));
     }
-    int32_t sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += totals[lane];
-    total = sum;
+    total = total_of(totals);
     return magnitude / 127.0f;
 }
 
