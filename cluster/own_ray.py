@@ -24,6 +24,7 @@ from ray._private.authentication.authentication_token_generator import generate_
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from manta.cluster import worker_setup
 from manta.cluster.private_folder import PrivateFolder
 from manta.structured.host import address_space_limit, num_cores
 
@@ -221,7 +222,9 @@ def _has_raylet() -> bool:
 def _without_extras() -> Iterator[None]:
     methods = {name: getattr(Node, name) for name in _INSTEAD}
     resolve, get_node = services.resolve_ip_for_localhost, services.get_node
+    setup_worker = ray_constants.SETUP_WORKER_FILENAME
     try:
+        ray_constants.SETUP_WORKER_FILENAME = worker_setup.__file__  # Ray joins it to a folder; it is absolute
         services.get_node = _patient(get_node)
         services.resolve_ip_for_localhost = lambda host: host  # for a host of its own Ray would listen on every address
         for name, replacement in _INSTEAD.items():
@@ -230,6 +233,7 @@ def _without_extras() -> Iterator[None]:
             yield
     finally:
         services.resolve_ip_for_localhost, services.get_node = resolve, get_node
+        ray_constants.SETUP_WORKER_FILENAME = setup_worker
         for name, method in methods.items():
             setattr(Node, name, method)
 

@@ -94,6 +94,7 @@ RAY_USERS = (
     "manta.cluster.serve",
     "manta.cluster.batch.batch_deployment",
     "manta.cluster.own_ray",
+    "manta.cluster.worker_setup",
     "manta.cluster.engine.ranks",
     "manta.structured.grammar_pool.transport",
 )

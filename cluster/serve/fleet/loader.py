@@ -34,6 +34,10 @@ STEP_S = 0.1
 """Default of the seconds between two looks at Serve while requests wait."""
 STEPS_AT_MOST = 5
 """Looks at Serve within `STEP_S`, however many requests come."""
+LOOKS_IN_LOAD = 16
+"""While a model loads that requests wait for, the loader looks again when the load has become longer by this fraction,
+so that a short load is noticed soon and a long one costs few looks.
+"""
 RETRY_FAILED_S = 60.0
 """Seconds after which a request may try again to load a model that has failed. Until then requests are refused with
 its reason, because files and memory rarely change within seconds.
@@ -327,8 +331,14 @@ class Loader:
             except Exception as error:  # the controller may be restarting, and Ray raises many types
                 is_done = False
                 logger.warning("the loader of models tries again: %s", in_words(error))
-            await self._wait_for_news(self._step_s)
+            await self._wait_for_news(min(self._step_s, self._youngest_load_s / LOOKS_IN_LOAD))
             await asyncio.sleep(self._step_s / STEPS_AT_MOST)
+
+    @property
+    def _youngest_load_s(self) -> float:
+        """Seconds for which the model loads that was deployed last, of those that requests wait for."""
+        stages = [self._stages[each.name] for each in self._waiting if each.name in self._found]
+        return self._now() - max((begun for stage, begun in stages if stage == "loading"), default=float("-inf"))
 
     async def _wait_for_news(self, timeout_s: float | None) -> None:
         """Returns when there is something to do, and after `timeout_s` if that is given."""

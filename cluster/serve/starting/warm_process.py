@@ -3,8 +3,9 @@
 Ray starts an actor's process with the command that its runtime environment names (`py_executable`). `own_command` names
 this module, which runs as three programs:
 
-- The *stand-in* is the process that Ray starts, in the place of its worker. It asks the warm process for a fork, lives
-  as long as that, ends with its exit code, and passes signals on.
+- The *stand-in* is the process that Ray starts, in the place of its worker. An own Ray starts it without
+  Ray's imports (`cluster/worker_setup.py`). It asks the warm process for a fork, lives as long as that, ends with its
+  exit code, and passes signals on.
 - The *warm process* has imported what an engine imports. It has a single thread, is no actor, and claims nothing. It
   ends with the raylet of its node.
 - Its *fork* becomes Ray's worker: it takes the arguments, the environment and the standard streams of the stand-in, and
@@ -18,21 +19,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
+import json
 import os
-import random
 import runpy
 import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
-
-import msgspec
+from typing import NamedTuple, NoReturn
 
 MODULE = __name__ if __name__ != "__main__" else "manta.cluster.serve.starting.warm_process"
 IMPORTED = (
@@ -54,8 +50,8 @@ WARM = "--warm"
 """Argument of the warm process, before its key."""
 
 
-class Start(msgspec.Struct, array_like=True):
-    """A stand-in's request for a fork, which is sent with the descriptors of its standard streams."""
+class Start(NamedTuple):
+    """A stand-in's request for a fork, which is sent as JSON with the descriptors of its standard streams."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -76,6 +72,8 @@ def own_command(variables: Mapping[str, str]) -> str:
 
 def key_of(variables: Mapping[str, str]) -> str:
     """Returns the name that tells warm processes of different environments apart, in hexadecimal."""
+    import hashlib  # here, because a stand-in imports as little as it can: a request waits for it
+
     text = repr((sorted(variables.items()), sys.executable))
     return hashlib.sha256(text.encode()).digest()[:KEY_BYTES].hex()
 
@@ -88,6 +86,8 @@ def start_warm_process(variables: Mapping[str, str]) -> None:
 
 
 def _spawn(key: str, environment: Mapping[str, str]) -> None:
+    import subprocess
+
     command = [sys.executable, "-m", MODULE, WARM, key]
     # numpy's threads would not outlive the fork.
     variables = {**environment, "OPENBLAS_NUM_THREADS": "1"}
@@ -117,7 +117,7 @@ def stand_in(key: str, arguments: list[str]) -> NoReturn:
     if connection is None:
         _run_worker(arguments)
     start = Start(arguments, dict(os.environ), os.getcwd())
-    socket.send_fds(connection, [msgspec.msgpack.encode(start)], [0, 1, 2])
+    socket.send_fds(connection, [json.dumps(start).encode()], [0, 1, 2])
     process = _number(connection)
     if process is None:  # the warm process could not fork
         _run_worker(arguments)
@@ -211,7 +211,7 @@ class WarmProcess:
             connection.close()
         elif (process := os.fork()) == 0:
             self._close()
-            _become_worker(connection, msgspec.msgpack.decode(message, type=Start), streams)
+            _become_worker(connection, Start(*json.loads(message)), streams)
         else:
             connection.send(str(process).encode())
             self._forks[os.pidfd_open(process)] = process, connection
@@ -234,6 +234,9 @@ def num_threads() -> int:
 
 def _become_worker(connection: socket.socket, start: Start, streams: list[int]) -> NoReturn:
     """Runs Ray's worker in a fork. Never returns to the warm process's code."""
+    import random
+    import threading
+
     code = 1
     try:
         os.setsid()  # Ray ends a worker with its process group
