@@ -17,10 +17,7 @@ REFUSED_NAMES = (
     # Attention that is not causal, or not over all keys: to later tokens, by hashes, by several streams.
     "cpmant prophetnet reformer xlnet "
     # Recurrent states without a native form.
-    "deepseek_v4 "
     "inkling2_loop_text inkling2_text "
-    # An indexer chooses the tokens that attention reads.
-    "hy_v4 "
     # The drafter of another model.
     "gemma4_unified_assistant "
     # A model of bytes in patches.
@@ -40,7 +37,18 @@ THROUGH_TRANSFORMERS = (
 """Model types with pictures whose text decoder has no native form and is served."""
 SERVED = (*WRAPPERS, "Mistral4ForCausalLM", *map(architecture_of, THROUGH_TRANSFORMERS.split()))
 """Architectures in transformers' table of models with pictures whose text is served."""
-CHEAP = ("gpt2", "doge", "bart", "hrm_text", "olmo_hybrid", "minimax", "exaone4_5", "musicgen", "hy_v4", "xlnet")
+CHEAP = (
+    "gpt2",
+    "doge",
+    "bart",
+    "hrm_text",
+    "olmo_hybrid",
+    "minimax",
+    "exaone4_5",
+    "musicgen",
+    "inkling2_text",
+    "xlnet",
+)
 """Model types of every run: through transformers, with replaced attention, positions or number of attentions, natively,
 with pictures, and three ways to be refused.
 """
