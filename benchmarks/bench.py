@@ -124,6 +124,9 @@ class Bench:
         unknown = sorted(set(self.workloads) - set(ALL))
         if unknown:
             raise ValueError(f"unknown workload {', '.join(unknown)}; there are {', '.join(ALL)}")
+        for folder in filter(None, (options.model, options.tiny_model)):
+            if not (pathlib.Path(folder).expanduser() / "config.json").is_file():
+                raise ValueError(f"{folder} is no folder of a model: it has no config.json")
         paired = bool(options.compare) or "http32" in self.workloads
         if options.pairs is not None and not paired:
             raise ValueError("--pairs compares two engines; add --compare, or the workload http32")
