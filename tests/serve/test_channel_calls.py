@@ -12,7 +12,8 @@ from manta.cluster.engine.request import EngineRequest, FinishStatus
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult, Run
+from manta.cluster.serve.channel.token_channel import Address, Connection, Control, EngineFailed, RequestResult, Run
+from manta.cluster.serve.engine.channel_requests import POLL_S, ChannelRequests
 from manta.cluster.serve.requests.channel_calls import ChannelCalls
 from manta.cluster.serve.requests.engine_client import EngineClient
 from manta.cluster.serve.requests.submission import Submission
@@ -170,3 +171,47 @@ async def test_serve_is_called_unless_all_replicas_take_requests(wires: list[Wir
 def test_a_request_survives_the_channel() -> None:
     sent = Run(msgspec.structs.replace(REQUEST, num_new_tokens=3, cache_root=b"root" * 4))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Run) == sent
+
+
+@pytest.mark.parametrize(
+    ("error", "has_died"),
+    [(EngineFailed("rank 1 is lost"), True), (OSError("no route"), True), (RuntimeError("no compiler"), False)],
+)
+@async_test
+async def test_an_error_of_one_request_is_no_death_of_its_engine(error: Exception, has_died: bool) -> None:
+    """Another engine runs the request again in the first case only, as after a call through Serve."""
+    sent: list[tuple[str, RequestResult]] = []
+
+    async def run(requests: list[EngineRequest], address: Address) -> list[RequestResult]:
+        raise error
+
+    requests = ChannelRequests(run, lambda address, outputs, results: sent.extend(results))
+    requests.begin(REQUEST, Address("127.0.0.1", 1, "ingress"))
+    await until(lambda: bool(sent))
+    ((request_id, result),) = sent
+    assert request_id == "r"
+    if has_died:
+        assert str(error) in result.failure
+    else:
+        assert result.refusal is not None
+        assert result.refusal.kind == "engine_failed"
+        assert str(error) in str(result.refusal.cause)
+
+
+@async_test
+async def test_an_engine_is_held_until_its_requests_have_ended() -> None:
+    """A request that begins between two looks is seen by the second one."""
+    ended, address = asyncio.Event(), Address("127.0.0.1", 1, "ingress")
+
+    async def run(requests: list[EngineRequest], address: Address) -> list[RequestResult]:
+        await ended.wait()
+        return [RequestResult()]
+
+    requests = ChannelRequests(run, lambda address, outputs, results: None)
+    held = asyncio.ensure_future(requests.until_none(address))
+    await asyncio.sleep(0)
+    requests.begin(REQUEST, address)
+    await asyncio.sleep(2.5 * POLL_S)
+    assert not held.done()
+    ended.set()
+    await asyncio.wait_for(held, PATIENCE_S)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.serve.channel.token_channel import Address, EngineFailed, RequestResult
+from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -48,20 +49,28 @@ class ChannelRequests:
         return found is not None and found[1].cancel()
 
     async def until_none(self, address: Address) -> None:
-        """Waits until no request of an ingress has run for `POLL_S`."""
-        is_busy = True
-        while is_busy:
-            is_busy = any(each == address for each, _ in self._running.values())
+        """Waits until two looks, `POLL_S` apart, find no request of an ingress."""
+        was_quiet = False
+        while True:
+            is_quiet = all(each != address for each, _ in self._running.values())
+            if is_quiet and was_quiet:
+                return
+            was_quiet = is_quiet
             await asyncio.sleep(POLL_S)
 
     async def _answer(self, request: EngineRequest, address: Address) -> None:
         try:
             (result,) = await self._run([request], address)
-        except EngineFailed as error:
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            result = RequestResult(failure="the call was cancelled in the engine")  # by nobody who knows of the ingress
+        except (EngineFailed, OSError) as error:  # another engine may run it
             result = RequestResult(failure=str(error))
         except Exception as error:
             logger.exception("request %s failed in the engine", request.request_id)
-            result = RequestResult(failure=f"{type(error).__name__}: {error}")
+            cause = f"the engine failed: {type(error).__name__}: {error}"
+            result = RequestResult(refusal=Refusal("engine_failed", cause=cause))
         if address not in self._results:
             self._results[address] = []
             asyncio.get_running_loop().call_soon(self._flush, address)

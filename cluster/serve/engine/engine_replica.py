@@ -223,8 +223,11 @@ class EngineReplica:
 
     async def hold(self, chosen: ChosenReplica, address: Address) -> None:
         """Returns once no request that came over the channel of an ingress runs here any more. Serve does not end a
-        replica that answers a call, before its grace period is over.
+        replica that answers a call, before its grace period is over. Raises `LookupError` if the call was for another
+        replica, which runs no more.
         """
+        if chosen.name != (own_name() or chosen.name):
+            raise LookupError(f"{chosen.name} runs no more")
         await self._from_channel.until_none(address)
 
     def _on_control(self, control: Control) -> None:

@@ -17,6 +17,9 @@ from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
 
+HOLD_AGAIN_S = 0.5
+"""Seconds after which a replica that could not be held is called again."""
+
 
 class ChannelCalls:
     """The calls of one ingress. `hold` calls a replica through Serve, and returns when it runs none of their requests.
@@ -102,8 +105,12 @@ class ChannelCalls:
     async def _hold_replica(self, replica: str) -> None:
         try:
             while any(connection.replica == replica for connection, _ in self._open.values()):
-                await self._hold(ChosenReplica(replica))
-        except Exception as error:  # it may have ended, and Ray raises many types then
-            logger.info("replica %s is not held: %s", replica, in_words(error))
+                try:
+                    await self._hold(ChosenReplica(replica))
+                except Exception as error:  # it may have ended, and Ray raises many types then
+                    logger.info("replica %s is not held: %s", replica, in_words(error))
+                    if not self._known.is_running(replica):
+                        return
+                    await asyncio.sleep(HOLD_AGAIN_S)
         finally:
             del self._holding[replica]

@@ -420,7 +420,12 @@ class EngineClient(EngineQuestions):
         return await answer_of(self.serving.generate.remote(request, address)) if result is None else result
 
     async def _hold(self, chosen: ChosenReplica) -> None:
-        await answer_of(self.serving.hold.remote(chosen, await self._receiver.start()))
+        running = self._replicas.running.items()
+        deployment = next((name for name, replicas in running if chosen.name in replicas), None)
+        if deployment is None:
+            raise LookupError(f"{chosen.name} runs no more")
+        address = await self._receiver.start()
+        await answer_of(self._handles[deployment].hold.remote(chosen, address))
 
     async def _until_few_have_started(self) -> None:
         """Waits until fewer than `MOVED_A_TURN` calls of streams that pause have started in this turn of the event
