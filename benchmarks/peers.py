@@ -159,7 +159,8 @@ PEERS = {
     "llamacpp": Peer(
         title="llama.cpp",
         packages=("xllamacpp",),
-        settings="server of the package xllamacpp, a thread a core, a slot a row, flash attention where it chooses it, "
+        settings="server of the package xllamacpp, whose wheel is built for AVX2, "
+        "a thread a core, a slot a row, flash attention where it chooses it, "
         "weights repacked at load where it can, keys and values in float16, no copies of old prompts, free white space "
         "under schemas; BF16, Q8_0, Q4_0",
         formats=_GGUF,
@@ -168,7 +169,8 @@ PEERS = {
     "ik_llamacpp": Peer(
         title="ik_llama.cpp",
         packages=("ik-llama-cpp-python",),
-        settings="library of the package ik-llama-cpp-python, all rows in one batch of a greedy loop, run-time repack, "
+        settings="library of the package ik-llama-cpp-python, whose wheel is built for AVX2, "
+        "all rows in one batch of a greedy loop, run-time repack, "
         "flash attention for one row, keys and values in float16; BF16, Q8_0, Q4_0",
         formats=_GGUF,
         workloads=_OFFLINE,
