@@ -40,7 +40,7 @@ def read_setup(arguments: Sequence[str]) -> Setup | None:
     rest = [each for each in arguments if not each.startswith((LANGUAGE, CONTEXT))]
     if sys.platform == "win32" or languages != ["PYTHON"] or len(contexts) > 1 or not rest:
         return None  # Windows has no call that executes another program in the same process
-    context: dict[str, Any] = json.loads(contexts[0]) if contexts else {}
+    context: dict[str, Any] = json.loads(contexts[0] or "{}") if contexts else {}
     variables: dict[str, str] = context.get("env_vars") or {}
     has_more = any(value for name, value in context.items() if name not in SIMPLE)
     if has_more or any("$" in value for value in variables.values()):  # which Ray replaces by other variables
