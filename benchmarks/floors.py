@@ -1,4 +1,4 @@
-"""What the hardware allows: rates of this machine, and the seconds of a checkpoint's step or prefill at these rates.
+"""Measures the rates of this machine, and computes how long a checkpoint's step or prefill takes at these rates.
 
 - A decode step takes the time to read the weights at the measured bandwidth, or to multiply them at the measured rate
   if that takes longer, and the same for keys and values. Of a mixture's experts it reads those that are hit.

@@ -51,7 +51,7 @@ class Peer(NamedTuple):
     settings: str
     """How it is set for the comparison."""
     formats: dict[str, Format]
-    """By the names of `FORMATS` in `benchmarks/forms.py`."""
+    """Maps the format's name in `FORMATS` of `benchmarks/forms.py` to the files and bits of the peer."""
     workloads: frozenset[str]
     """Names of the workloads that it can do."""
     mixture_formats: frozenset[str] = frozenset({"bfloat16", "int8", "int4"})

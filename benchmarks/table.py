@@ -249,7 +249,7 @@ class Table:
 
 
 class Sitting(NamedTuple):
-    """What Manta and a peer are started for once."""
+    """A model in a format, and a peer: Manta and the peer start once for all of its cells."""
 
     model: str
     format: str

@@ -75,6 +75,12 @@ def kept(cache: pathlib.Path) -> list[pathlib.Path]:
     return [each for each in cache.glob("*") if each.name[:1] in "0123456789abcdef"]
 
 
+def drawn(seed: int) -> tuple[random.Random, list[int]]:
+    """Returns a generator, and the prefix of at least two blocks that it has drawn."""
+    generator = random.Random(seed)
+    return generator, generator.choices(range(5, 300), k=generator.randrange(2 * BLOCK, 300))
+
+
 def kill(context: ForkServerContext, arguments: tuple[Any, ...], is_due: Callable[[], bool]) -> None:
     """Starts an engine and kills it when that is due, unless it ends itself before."""
     process = context.Process(target=dying_keeper.run, args=arguments)
@@ -97,8 +103,7 @@ def test_the_next_engine_computes_the_same_tokens(
     cache: pathlib.Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    generator = random.Random(seed)
-    prefix = generator.choices(range(5, 300), k=generator.randrange(2 * BLOCK, 300))
+    generator, prefix = drawn(seed)
     options, num_blocks = OPTIONS[name], len(prefix) // BLOCK
     until = generator.randrange(1, num_blocks + 1)
     arguments = (folders[name], options | STORE, str(cache.parent), prefix, Death(NOWHERE, 0))
@@ -116,8 +121,7 @@ def test_a_kill_within_a_write_leaves_nothing_that_counts(
     cache: pathlib.Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    generator = random.Random(seed)
-    prefix = generator.choices(range(5, 300), k=generator.randrange(2 * BLOCK, 300))
+    generator, prefix = drawn(seed)
     options, place = OPTIONS[name], WITHIN[seed % len(WITHIN)]
     number = generator.randrange(len(prefix) // BLOCK)
     arguments = (folders[name], options | STORE, str(cache.parent), prefix, Death(place, number))

@@ -104,13 +104,11 @@ def _gated_delta(
     assert isinstance(shape, DeltaShape)
     *mixed, gate, beta, time = _wide(x, weights.inputs["input"])
     heads, windows = _delta_heads(shape, mesh, tensors["kernel"], mixed, states[:3], batch)
-    (rates,), (time_bias,), (norm,) = (tensors[name] for name in ("rates", "time_bias", "norm"))
+    (rates,), (time_bias,) = tensors["rates"], tensors["time_bias"]
     log_decay = rates * jax.nn.softplus(time + time_bias)
     inputs = HeadInputs(*heads, log_decay, jax.nn.sigmoid(beta) * shape.beta_scale)
     outputs, written = recur_heads(mesh, inputs, states[3], batch)
-    gates = jax.nn.silu(gate).reshape(outputs.shape)
-    normed = _unit_mean(outputs, shape.norm_eps) * norm * gates
-    return linear(normed.reshape(len(x), -1).astype(x.dtype), weights.output), (*windows, written)
+    return _gated(shape, weights, outputs, jax.nn.silu(gate), x), (*windows, written)
 
 
 def _kimi_delta(
@@ -128,7 +126,7 @@ def _kimi_delta(
     assert isinstance(shape, DeltaShape)
     *mixed, beta = _wide(x, weights.inputs["input"])
     heads, windows = _delta_heads(shape, mesh, tensors["kernel"], mixed, states[:3], batch)
-    (rates,), (time_bias,), (norm,) = (tensors[name] for name in ("rates", "time_bias", "norm"))
+    (rates,), (time_bias,) = tensors["rates"], tensors["time_bias"]
     time = (_projected("decay", weights, x) + time_bias).reshape(len(x), -1, shape.key_dim)
     if shape.least_log_decay:
         log_decay = jax.nn.sigmoid(time * -rates[:, None]) * shape.least_log_decay
@@ -136,9 +134,16 @@ def _kimi_delta(
         log_decay = jax.nn.softplus(time) * rates[:, None]
     inputs = HeadInputs(*heads, log_decay, jax.nn.sigmoid(beta))
     outputs, written = recur_heads(mesh, inputs, states[3], batch)
-    gates = jax.nn.sigmoid(_projected("gate", weights, x)).reshape(outputs.shape)
-    normed = _unit_mean(outputs, shape.norm_eps) * norm * gates
-    return linear(normed.reshape(len(x), -1).astype(x.dtype), weights.output), (*windows, written)
+    return _gated(shape, weights, outputs, jax.nn.sigmoid(_projected("gate", weights, x)), x), (*windows, written)
+
+
+def _gated(
+    shape: DeltaShape, weights: RecurrentArrays, outputs: jax.Array, gates: jax.Array, x: jax.Array
+) -> jax.Array:
+    """Returns a delta net's result, in the dtype of `x`: the output linear of its normed heads times gates."""
+    (norm,) = weights.tensors["norm"]
+    normed = _unit_mean(outputs, shape.norm_eps) * norm * gates.reshape(outputs.shape)
+    return linear(normed.reshape(len(x), -1).astype(x.dtype), weights.output)
 
 
 def _projected(name: str, weights: RecurrentArrays, x: jax.Array) -> jax.Array:

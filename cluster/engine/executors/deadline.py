@@ -18,7 +18,7 @@ all, leaving costs less than a restart.
 """
 
 STEP_HANGS = "a step of the engine hangs: it takes far longer than those before it"
-"""What a replica tells Serve of a step that only the end of its process ends."""
+"""The error by which a replica tells Serve that a step hangs, so that Serve ends the process."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a load does with an adapter's folder, whoever does it: an engine, or a process of its own while none runs.
+"""Reads and checks the folder of an adapter that is loaded, in an engine or, while none runs, in a process of its own.
 
 Imports torch, so only a process that reads adapters imports it.
 """

@@ -1,9 +1,10 @@
 """The per-step channel between engines and ingresses: one frame per step and ingress, over a TCP connection of its own.
 
 The ingress listens, and an engine connects to the address that comes with a call. Outputs and results travel from
-engine to ingress; requests, stop strings and aborts back. The channel bypasses Serve: a call through Serve costs both
-processes together about 4 ms and a frame about 0.05 ms, and one frame serves all streams of a step. Both ends notice a
-broken connection. While an engine runs anything, it sends a frame at least every `BEAT_S`, possibly an empty one.
+engine to ingress; requests, stop strings and aborts back. The channel bypasses Serve, whose calls cost
+both processes far more than a frame does (`manta bench --workloads http`), and one frame serves all streams of a step.
+Both ends notice a broken connection. While an engine runs anything, it sends a frame at least every `BEAT_S`, possibly
+an empty one.
 
 If Ray's own connections are encrypted (`RAY_USE_TLS`), this one is too, with the same certificates.
 """

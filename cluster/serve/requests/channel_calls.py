@@ -1,4 +1,4 @@
-"""An ingress's calls of engines over the token channel, which are as good as calls through Serve and cost a tenth.
+"""An ingress calls engines over the token channel, with the answers and errors of calls through Serve.
 
 Serve ends a replica that answers no call, so while requests run on a replica, one call through Serve holds it. Called
 by `engine_client.py`, which calls through Serve where this module cannot.
