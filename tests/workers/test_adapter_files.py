@@ -105,6 +105,56 @@ def test_an_unknown_key_and_a_pattern_that_backtracks_are_no_trap(folder: pathli
         read_adapter(str(folder), 2**20)
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["q_proj"],
+        ["^q_proj"],
+        [r"^model\.layers\.0\.self_attn\.q_proj"],
+        ["model.layers.0.self_attn.q_proj"],
+        ["(^q|v)_proj"],
+        ["elf_attn.q_proj", "_proj", "x.model.layers.0.self_attn.q_proj"],
+        ["layers.1.self_attn.q_proj", "[qv]_proj", "v_proj"],
+    ],
+)
+def test_a_pattern_is_for_the_modules_that_peft_finds(folder: pathlib.Path, patterns: list[str]) -> None:
+    from peft.utils.other import get_pattern_key
+
+    alphas = {pattern: 3.0 + number for number, pattern in enumerate(patterns)}
+    configure(folder, alpha_pattern=alphas)
+    for name, module in read_adapter(str(folder), 2**20).modules.items():
+        assert module.scale == alphas.get(get_pattern_key([*alphas], name), 16) / 4, name
+
+
+def test_names_in_a_multimodal_model_are_those_of_peft(folder: pathlib.Path, made: pathlib.Path) -> None:
+    """There the text decoder's names differ from the usual ones, and the configuration has them as they are."""
+
+    def rename(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.layers", "model.language_model.layers", 1)] = tensors.pop(name)
+
+    retensor(folder, rename)
+    anchored = r"^model\.language_model\.layers\.0\.self_attn\.q_proj"
+    plain = "language_model.layers.1.self_attn.v_proj"
+    configure(folder, alpha_pattern={anchored: 3.0, plain: 5.0}, target_modules=[plain, "q_proj", "v_proj"])
+    usual, found = (read_adapter(str(each), 2**20).modules for each in (made, folder))
+    assert found.keys() == usual.keys()
+    changed = {"model.layers.0.self_attn.q_proj": 3 / 4, "model.layers.1.self_attn.v_proj": 5 / 4}
+    assert {name: module.scale for name, module in found.items()} == dict.fromkeys(usual, 16 / 4) | changed
+    retensor(folder, lambda tensors: tensors.update(load_file(made / WEIGHTS)))
+    with pytest.raises(ModelError, match=r"module model\.layers\..* is there twice"):
+        read_adapter(str(folder), 2**20)
+
+
+def test_a_shape_with_too_many_numbers_is_refused_before_they_are_multiplied(folder: pathlib.Path) -> None:
+    """The product of a million numbers would hold the interpreter for hours."""
+    entry = {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}
+    header = json.dumps({QUERY: entry}).encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ModelError, match="100000 dimensions"):
+        read_adapter(str(folder), 2**20)
+
+
 def without_b(tensors: Tensors) -> None:
     del tensors[QUERY.replace("lora_A", "lora_B")]
 

@@ -78,28 +78,31 @@ def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, Tenso
 
 
 def _assembled(folder: pathlib.Path, config: PeftConfig, tensors: dict[str, torch.Tensor]) -> Adapter:
-    """Joins the two halves of each module and compares them with the configuration."""
+    """Joins the two halves of each module and compares them with the configuration, whose expressions are about the
+    names that the file has. Those of a text decoder in a multimodal model differ from the usual ones.
+    """
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         suffix = next((each for each in _HALVES if name.endswith(each)), None)
         if suffix is None or not name.startswith(_PREFIX):
             raise ModelError(
                 f"{folder / WEIGHTS}: tensor {name} is none of a plain LoRA adapter, whose tensors are called "
-                f"{_PREFIX}MODULE.lora_A.weight and .lora_B.weight"
+                f"{_PREFIX}MODULE.lora_A.weight and .lora_B.weight; merge the adapter into its base model (peft: "
+                "merge_and_unload), or save it with save_embedding_layers=False if it trained no embedding and no head"
             )
-        module = usual_name(name.removeprefix(_PREFIX).removesuffix(suffix))
-        if halves.setdefault(module, {}).setdefault(_HALVES[suffix], tensor) is not tensor:
-            raise ModelError(f"{folder / WEIGHTS}: module {module} has its lora_{_HALVES[suffix]} twice")
+        halves.setdefault(name.removeprefix(_PREFIX).removesuffix(suffix), {})[_HALVES[suffix]] = tensor
     wrapped = {name: halves.pop(name) for name in list(halves) if config.parameters and name.endswith(_WRAPPERS)}
-    modules = {name: _module(folder, config, name, own) for name, own in halves.items()}
-    modules |= _stacked_modules(folder, config, wrapped)
+    stored = {name: _module(folder, config, name, own) for name, own in halves.items()}
+    stored |= _stacked_modules(folder, config, wrapped)
+    for kind, targets in (("module", config.targets or ()), ("parameter", config.parameters)):
+        for target in dict.fromkeys(targets):
+            if not any(f".{name}".endswith(f".{target.removesuffix('.weight')}") for name in stored):
+                raise ModelError(f"{folder}: {CONFIG} names the target {kind} {target}, and no tensor is of one")
+    modules: dict[str, LowRankModule] = {}
+    for name, module in sorted(stored.items()):
+        if modules.setdefault(usual_name(name), module) is not module:
+            raise ModelError(f"{folder / WEIGHTS}: module {usual_name(name)} is there twice, also as {name}")
     modules = dict(sorted(modules.items()))
-    for target in config.targets or ():
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
-            raise ModelError(f"{folder}: {CONFIG} names the target module {target}, and no tensor is of one")
-    for parameter in config.parameters:
-        if not any(f".{name}".endswith(f".{parameter.removesuffix('.weight')}") for name in modules):
-            raise ModelError(f"{folder}: {CONFIG} names the target parameter {parameter}, and no tensor is of one")
     return Adapter(str(folder), config.base_model, digest_of(modules), modules)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import NamedTuple
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 from manta.structured.regexes.automata import TooLarge
 from manta.structured.regexes.ecma import Unreadable
-from manta.structured.regexes.matching import matcher_of
+from manta.structured.regexes.matching import Matcher, matcher_of
 from manta.workers.checkpoints.model_folder import read_json_object
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -24,6 +25,10 @@ MOST_RANK = 4096
 """Highest rank: published adapters have up to 512, and a linear of this rank is no longer low-rank."""
 _MOST_ALPHA = 1e6
 _MOST_PATTERN_CHARACTERS = 1000
+_MOST_PATTERNS = 10_000
+"""Most expressions of a pattern. Adapters whose modules have ranks of their own (EVA) name each module in one."""
+_PLAIN = re.compile(r"[\w.]+", re.ASCII)
+"""Expressions in which only dots are special: names of modules, or their ends."""
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 _OTHER_KINDS = (
@@ -66,6 +71,40 @@ _OF_TRAINING = (
 """Keys that say how the adapter was made, or which modules have tensors, as the tensors say themselves."""
 
 
+Value = TypeVar("Value", int, float)
+
+
+class NamePattern(NamedTuple):
+    """An expression that matches names of modules, as PEFT reads it: it begins with a name, or behind a dot in one, and
+    ends with it.
+    """
+
+    expression: str
+    matcher: Matcher | None
+    """What reads the expression; None for a plain one, of which an adapter may have one for each module."""
+
+    @classmethod
+    def of(cls, expression: str) -> NamePattern:
+        """Raises `Unreadable` and `TooLarge`."""
+        if _PLAIN.fullmatch(expression):
+            return cls(expression, None)
+        return cls(expression, matcher_of(rf"^(.*\.)?({expression})$"))
+
+    def matches(self, module: str) -> bool:
+        if self.matcher is not None:
+            return self.matcher.finds(module)
+        start = len(module) - len(self.expression)
+        begins = start == 0 or (start > 0 and module[start - 1] == ".")
+        return begins and all(map(_is_like, self.expression, module[start:]))
+
+
+def _is_like(pattern: str, character: str) -> bool:
+    return pattern in (".", character)
+
+
+Patterns = Sequence[tuple[NamePattern, Value]]
+
+
 class PeftConfig(NamedTuple):
     """The ranks and scales of an adapter's modules, and the names that it was made for."""
 
@@ -73,9 +112,9 @@ class PeftConfig(NamedTuple):
     alpha: float
     is_rank_stabilised: bool
     """Whether the scale is alpha / sqrt(rank) (rsLoRA; Kalajdzievski, 2023), instead of alpha / rank."""
-    ranks: dict[str, int]
-    """Ranks of modules that match an expression (`rank_pattern`)."""
-    alphas: dict[str, float]
+    ranks: Patterns[int]
+    """Ranks of modules that match an expression (`rank_pattern`). The first one counts."""
+    alphas: Patterns[float]
     """The same for alpha (`alpha_pattern`)."""
     targets: tuple[str, ...] | None
     """Ends of the names of its modules; None if the configuration has an expression."""
@@ -86,12 +125,12 @@ class PeftConfig(NamedTuple):
     """Whether PEFT before 0.19 saved it."""
 
     def rank_of(self, module: str) -> int:
-        """Returns the rank of a module, given its name in the base model."""
-        return self.ranks.get(_key_of(self.ranks, module), self.rank)
+        """Returns the rank of a module, given the name that PEFT has for it."""
+        return _value_of(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Returns the factor on what the adapter adds to a module."""
-        rank, alpha = self.rank_of(module), self.alphas.get(_key_of(self.alphas, module), self.alpha)
+        """Returns the factor on what the adapter adds to a module, given the name that PEFT has for it."""
+        rank, alpha = self.rank_of(module), _value_of(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
@@ -114,8 +153,8 @@ def read_peft_config(folder: pathlib.Path) -> PeftConfig:
         rank=raw["r"].whole(most=MOST_RANK),
         alpha=_alpha(raw["lora_alpha"]),
         is_rank_stabilised=raw["use_rslora"].flag(False),
-        ranks={key: value.whole(most=MOST_RANK) for key, value in _patterns(raw, "rank_pattern")},
-        alphas={key: _alpha(value) for key, value in _patterns(raw, "alpha_pattern")},
+        ranks=[(pattern, value.whole(most=MOST_RANK)) for pattern, value in _patterns(raw, "rank_pattern")],
+        alphas=[(pattern, _alpha(value)) for pattern, value in _patterns(raw, "alpha_pattern")],
         targets=None if isinstance(raw["target_modules"].value, str) else raw["target_modules"].texts(),
         base_model=raw["base_model_name_or_path"].text(""),
         parameters=raw["target_parameters"].texts(),
@@ -137,24 +176,21 @@ def _alpha(value: RawValue) -> float:
     return value.number(least=-_MOST_ALPHA, most=_MOST_ALPHA)
 
 
-def _patterns(raw: RawConfig, key: str) -> list[tuple[str, RawValue]]:
+def _patterns(raw: RawConfig, key: str) -> list[tuple[NamePattern, RawValue]]:
     """Returns the expressions of a pattern with their values. Raises `ConfigError` for one that cannot be read."""
-    patterns = raw[key].object()
+    patterns, found = raw[key].object(), []
+    if len(patterns) > _MOST_PATTERNS:
+        raise raw[key].refused(f"an object with at most {_MOST_PATTERNS} expressions")
     for expression in patterns:
         if len(expression) > _MOST_PATTERN_CHARACTERS:
             raise patterns[expression].refused(f"under an expression of at most {_MOST_PATTERN_CHARACTERS} characters")
         try:
-            matcher_of(_whole(expression))
+            found.append((NamePattern.of(expression), patterns[expression]))
         except (Unreadable, TooLarge) as error:
             raise patterns[expression].refused(f"under an expression that can be read ({error})") from error
-    return [(expression, patterns[expression]) for expression in patterns]
+    return found
 
 
-def _key_of(patterns: Mapping[str, object], module: str) -> str:
-    """Returns the first expression that matches a module, as PEFT chooses it; empty if none does."""
-    return next((expression for expression in patterns if matcher_of(_whole(expression)).finds(module)), "")
-
-
-def _whole(expression: str) -> str:
-    """Returns the expression for whole names: PEFT lets it begin after any dot."""
-    return rf"^(.*\.)?({expression.removeprefix('^')})$"
+def _value_of(patterns: Patterns[Value], module: str, default: Value) -> Value:
+    """Returns the value of the first expression that matches a module."""
+    return next((value for pattern, value in patterns if pattern.matches(module)), default)

@@ -58,6 +58,8 @@ _LOADED_AS_FLOATS = (*FLOATING, "F8_E4M3")
 _MOST_HEADER_BYTES = 100_000_000
 """Longest header of a safetensors file, as in the format's own library."""
 _MOST_ELEMENTS = 2**63
+_MOST_DIMS = 64
+"""Most dimensions of a tensor, as in torch. The product of a million numbers would take hours."""
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 """The index of a checkpoint with several weight files: the file of each tensor."""
 GGUF_INDEX = "gguf_tensors.json"
@@ -457,6 +459,8 @@ def _entry(item: dict[str, Any], data_start: int) -> TensorEntry:
         raise ValueError(f"dtype {reprlib.repr(item['dtype'])}, shape {reprlib.repr(shape)}")
     if not all(type(number) is int and 0 <= number < 2**63 for number in (start, end, *shape)) or start > end:
         raise ValueError(f"data_offsets {reprlib.repr(item['data_offsets'])}, shape {reprlib.repr(shape)}")
+    if len(shape) > _MOST_DIMS:
+        raise ValueError(f"shape of {len(shape)} dimensions")
     if math.prod(shape) >= _MOST_ELEMENTS:
         raise ValueError(f"shape {reprlib.repr(shape)}, which has more elements than any file")
     return TensorEntry(item["dtype"], tuple(shape), data_start + start, data_start + end)
