@@ -6,22 +6,33 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-from typing import BinaryIO
+import shutil
+import threading
+import types
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
+from ray.exceptions import ActorDiedError
 
 from manta.cluster.batch import batch_job
 from manta.cluster.batch.journal import Journal
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.engines import Generation
 from manta.cluster.protocol.error_bodies import answer_of, openai_body
+from manta.cluster.serve.engine.replica_adapters import ReplicaAdapters
+from manta.cluster.serve.requests.engine_client import EngineQuestions
+from manta.cluster.serve.requests.takeover import USUAL_TIMES
 from manta.structured.refusals import Refusal
+from manta.workers.adapters.adapter_copies import AdapterCopies
+from manta.workers.cache_folder import cache_entry
 from tests.async_tests import async_test
 from tests.batch.test_batch import line, results, write_lines
-from tests.patience import until
+from tests.loaded_adapters import MemoryRegistry
+from tests.patience import PATIENCE_S, until
 from tests.serve.stream_world import OWNER, World, opening, read, tokens_of
 from tests.serve.test_stream_owners import short_times
 
@@ -108,3 +119,82 @@ def test_replaced_values_stay_while_requests_use_them() -> None:
     assert kept.keeping(("1",), 399, 600) is kept
     assert kept.keeping(("1",), 401, 600).replaced == {"1": 1001}
     assert kept.needed(701) == {"2"}, "once nobody uses them"
+
+
+class Broadcasting:
+    """In place of Serve's handle: its replicas answer each question so."""
+
+    app_name = "values"
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = answers
+
+    def broadcast(self, method: str, *arguments: object) -> Broadcasting:
+        return self
+
+    def results(self, timeout_s: float, return_exceptions: bool) -> list[object]:
+        if any(isinstance(each, TimeoutError) for each in self._answers):
+            raise TimeoutError  # as Serve, whichever others have answered
+        return [*self._answers]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [((False, True), True), ((False, ActorDiedError()), False), ((), False), ((False, TimeoutError()), True)],
+)
+@async_test
+async def test_an_engine_that_does_not_answer_may_use_an_adapter(answers: tuple[object, ...], expected: bool) -> None:
+    """Else an unload that waits would end while it streams."""
+
+    async def is_removed() -> bool:
+        return False
+
+    engines = EngineQuestions(Broadcasting(*answers), None, 1, is_removed, USUAL_TIMES)
+    assert await engines.uses_adapter("ab" * 16) == expected
+
+
+class OneLate(MemoryRegistry):
+    """A registry of which one read gives what was there when it began, and takes until `may_end` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late = False
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def read(self) -> AdapterTable:
+        table, is_late, self.is_late = self.table, self.is_late, False
+        if is_late:
+            self.has_begun.set()
+            assert self.may_end.wait(PATIENCE_S)
+        return table
+
+
+@async_test
+async def test_a_late_read_of_the_table_takes_no_adapter_away(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request has had its adapter read meanwhile, which the older table does not have."""
+    monkeypatch.setattr(AdapterCopies, "keep", lambda *_: None)
+    adapter = types.SimpleNamespace(digest="ab" * 16, num_bytes=1)
+    dropped: list[str] = []
+    held = types.SimpleNamespace(loaded=(), drop=dropped.append)
+    engine: Any = types.SimpleNamespace(
+        adapters=held, executor=types.SimpleNamespace(read_adapter=lambda folder: adapter)
+    )
+    thread: Any = types.SimpleNamespace(call=lambda function, *arguments: function(*arguments))
+    registry = OneLate()
+    try:
+        adapters = ReplicaAdapters(EngineConfig(adapter_roots=(str(tmp_path),)), engine, thread, registry)
+        registry.is_late = True
+        catching_up = asyncio.ensure_future(adapters.catch_up())
+        assert await asyncio.to_thread(registry.has_begun.wait, PATIENCE_S)
+        loaded = {"new": LoadedAdapter(str(tmp_path), adapter.digest)}
+        registry.table = AdapterTable(1, loaded)
+        assert await adapters.find(adapter.digest) is adapter
+        held.loaded = (adapter.digest,)
+        registry.may_end.set()
+        await catching_up
+        assert not dropped
+        adapters.close()
+    finally:
+        shutil.rmtree(cache_entry("adapters") / registry.server, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import secrets
 import shutil
@@ -48,8 +49,13 @@ def test_a_good_adapter_is_found_and_copied(tmp_path: pathlib.Path, server: str)
     adapter = write_adapter(checkpoint("llama"), tmp_path / "good", MODULES, RANK)
     digest = read_adapter(str(adapter), MOST).digest
     assert check_adapter(config(tmp_path), server, "good") == LoadedAdapter(str(adapter), digest)
+    copies = AdapterCopies(server, MOST)
+    os.utime(cache_entry("adapters") / server / digest, (0, 0))
+    assert copies.digests(older_than_s=600) == [digest]
+    check_adapter(config(tmp_path), server, "good")
+    assert not copies.digests(older_than_s=600), "an engine that does not know of the load yet would remove it"
     shutil.rmtree(adapter)
-    assert AdapterCopies(server, MOST).has(digest)
+    assert copies.has(digest)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

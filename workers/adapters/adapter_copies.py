@@ -59,9 +59,12 @@ class AdapterCopies:
         return folder / _FILE if (folder / _FILE).is_file() else None
 
     def keep(self, source: pathlib.Path, digest: str) -> None:
-        """Copies an adapter whose values have this digest, unless there is a copy. Raises `ModelError` if the files
-        have other values by now, and `OSError` if there is no room.
+        """Copies an adapter whose values have this digest, unless there is a copy, which then counts as made now: other
+        engines do not know yet that it is needed. Raises `ModelError` if the files have other values by now, and
+        `OSError` if there is no room.
         """
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._folder / digest)
         if self.has(digest):
             return
         if source.suffix == SUFFIX:

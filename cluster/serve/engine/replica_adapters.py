@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,10 @@ class ReplicaAdapters:
         self._registry = registry
         engine.adapters.find = self._find
         self._copies = AdapterCopies(registry.server, config.max_adapter_bytes)
+        self._lock = threading.Lock()
+        """Lock of what several threads change: `_table` and `_loading`."""
         self._table = AdapterTable()
+        """The latest table that was read."""
         self._loading: dict[str, float] = {}
         """Digests of adapters that were read lately, each with the time until which they stay, by `time.monotonic`."""
         self._following: asyncio.Task[None] | None = None
@@ -62,8 +66,7 @@ class ReplicaAdapters:
 
     def start(self) -> None:
         """Holds the adapters of the registry, as many as there is room for. Waits for the store and the disk."""
-        self._table = self._registry.read()
-        for digest in sorted(self._table.digests):
+        for digest in sorted(self._read_table().digests):
             try:
                 if not self._thread.call(self._engine.adapters.hold, self._find(digest)).result():
                     break
@@ -84,15 +87,27 @@ class ReplicaAdapters:
         except Exception as error:  # Ray raises many types when its store does not answer
             logger.warning("the table of loaded adapters cannot be read: %s", in_words(error))
 
+    def _read_table(self) -> AdapterTable:
+        """Reads the registry, and returns the latest table that is known. A read that has taken long may bring an older
+        one than another thread has read since.
+        """
+        return self._take(self._registry.read())
+
+    def _take(self, table: AdapterTable) -> AdapterTable:
+        with self._lock:
+            if table.version >= self._table.version:
+                self._table = table
+            return self._table
+
     def _catch_up(self, used: Collection[str]) -> None:
-        self._table, told = self._registry.read(), time.time()
-        kept = self._table.keeping(used, told, KEEP_USED_S)
-        if kept is not self._table and self._registry.replace(kept):
-            self._table = kept  # if another change was faster, the next call does it
+        table, told = self._read_table(), time.time()
+        kept = table.keeping(used, told, KEEP_USED_S)
+        if kept is not table and self._registry.replace(kept):
+            table = self._take(kept)  # if another change was faster, the next call does it
         now = time.monotonic()
-        for digest in [digest for digest, until in self._loading.copy().items() if until <= now]:
-            del self._loading[digest]
-        needed = self._table.needed(told) | self._loading.keys()
+        with self._lock:
+            self._loading = {digest: until for digest, until in self._loading.items() if until > now}
+            needed = table.needed(told) | self._loading.keys()
         for digest in self._engine.adapters.loaded:
             if digest not in needed:
                 self._thread.call(self._engine.adapters.drop, digest)
@@ -117,7 +132,8 @@ class ReplicaAdapters:
         with refusing(path):
             num_fixed_bytes = self._engine.adapters.num_fixed_bytes
             adapter = read_within(self._config, folder, self._engine.executor.read_adapter, num_fixed_bytes)
-            self._loading[adapter.digest] = time.monotonic() + LOADING_S
+            with self._lock:
+                self._loading[adapter.digest] = time.monotonic() + LOADING_S
             self._copies.keep(folder, adapter.digest)
             self._thread.call(self._engine.adapters.hold, adapter).result()
         return LoadedAdapter(str(folder), adapter.digest)
@@ -130,7 +146,7 @@ class ReplicaAdapters:
 
     def _find(self, digest: str) -> ReadAdapter:
         if digest not in self._table.needed(time.time()):
-            self._table = self._registry.read()
+            self._read_table()
         adapter = self._read_copy(digest)
         if adapter is None:
             raise error_of(Refusal("adapter_gone", "model", digest, remedy="send the request again"))

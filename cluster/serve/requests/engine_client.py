@@ -234,8 +234,13 @@ class EngineQuestions:
         return await self._ask_all("read_adapter", path, timeout_s=ADAPTER_TIMEOUT_S)
 
     async def uses_adapter(self, digest: str) -> bool:
-        """Returns whether a request of a living engine has the adapter with these values."""
-        return not self.is_asleep() and any(each is True for each in await self._ask_all("uses_adapter", digest))
+        """Returns whether a request of a living engine has the adapter with these values. One that does not answer in
+        time may have such a request.
+        """
+        if self.is_asleep():
+            return False
+        answers = await self._ask_all("uses_adapter", digest)
+        return any(each is True or isinstance(each, TimeoutError) for each in answers)
 
     async def _ask_all(self, method: str, *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
         """Returns the answers or exceptions of all replicas."""
