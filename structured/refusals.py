@@ -38,6 +38,8 @@ MAX_TEXT = 2000
 """Most characters of one text in a refusal, because clients and libraries may quote a whole body."""
 MAX_SHOWN = 80
 """Most characters of a value that the words show."""
+MAX_LISTED = 100
+"""Most choices that the words list: a server may have ten thousand adapters."""
 
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -166,13 +168,15 @@ def sentence(refusal: Refusal) -> str:
     """Returns the refusal in words."""
     subject = ": ".join(filter(None, (refusal.field, refusal.place))) or "the body"
     value = repr(refusal.value[:MAX_SHOWN]) if isinstance(refusal.value, str) else str(refusal.value)
-    bounds = [_shown(each) for each in (refusal.bound if isinstance(refusal.bound, tuple) else [refusal.bound])]
+    choices = refusal.bound if isinstance(refusal.bound, tuple) else (refusal.bound,)
+    bounds = [_shown(each) for each in choices[:MAX_LISTED]]
+    num_more = len(choices) - len(bounds)
     words = WORDS[refusal.kind]
     text = words.format(
         subject=subject,
         given=subject if refusal.value is None else f"{subject} {value}",
         value=value,
-        bound=", ".join(bounds),
+        bound=", ".join(bounds) + (f" and {num_more} more" if num_more else ""),
         low=bounds[0],
         high=bounds[-1],
         cause=refusal.cause,

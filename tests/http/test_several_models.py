@@ -26,6 +26,7 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
 from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import MAX_LISTED
 from manta.workers.model_info import AdapterInfo, ModelInfo
 from tests.http.test_routes import Repeating, RepeatingEngines
 
@@ -180,6 +181,28 @@ def test_the_refusal_is_data() -> None:
     with pytest.raises(ServingError) as unknown:
         models.find("three", caller)
     assert (unknown.value.refusal.kind, unknown.value.refusal.value) == ("unknown_model", "three")
+
+
+def test_ten_thousand_adapters_cost_a_request_nothing() -> None:
+    """Of its caller one name is asked, and an answer that lists names does not list all of them."""
+
+    class Counting(Caller):
+        num_asked = 0
+
+        def may_use(self, names: Any, name: str) -> bool:
+            self.num_asked += 1
+            return super().may_use(names, name)
+
+    address, caller = Address(), Counting("here")
+    address.states["one"].serve_adapters([f"adapter-{number}" for number in range(10_000)])
+    for name in ("two", "adapter-9999", "one:adapter-5"):
+        assert address.states["one"].models.find(name, caller).model_name == ("two" if name == "two" else "one")
+    assert caller.num_asked == 3
+    for name in ("else", None):
+        with pytest.raises(ServingError) as refused:
+            address.states["one"].models.find(name, caller)
+        assert len(str(refused.value)) < 5000
+    assert str(refused.value).count("adapter-") < 2 * MAX_LISTED
 
 
 def test_a_default_model_answers_who_names_none() -> None:

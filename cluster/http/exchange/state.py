@@ -37,6 +37,7 @@ from manta.cluster.storage.kept_responses import KeptResponses
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import MAX_LISTED
 from manta.workers.model_info import ModelInfo
 from manta.workers.pooling_info import PoolingInfo, PoolingTask
 
@@ -477,13 +478,16 @@ class Models:
         """Returns the model that answers a request, by any of its names. Refuses with 404 a name that is none of those
         which the caller may use, and with 400 a request that names none, unless there is a default model.
         """
+        asked = name or self._default
+        found = self.owner_of(asked) if asked else None
+        if asked and found is not None and caller.may_use(found.admission.names, asked):
+            return found
         named = [(each, self._states[owner].admission.names) for each, owner in self._owners.items()]
         allowed = tuple(each for each, names in named if caller.may_use(names, each))
-        asked = name or self._default
         if not asked:
-            names = ", ".join(allowed)
+            names = ", ".join(allowed[:MAX_LISTED])
             refuse("required", "model", bound=allowed or "none", remedy=f"name one of {names}" if names else "")
-        return self._states[self._owners[asked]] if asked in allowed else self._unknown(asked, allowed)
+        return self._unknown(asked, allowed)
 
     def _unknown(self, name: str, known: tuple[str, ...]) -> NoReturn:
         refuse("unknown_model", "model", name, known or "nothing")
