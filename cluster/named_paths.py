@@ -5,11 +5,14 @@ lead.
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Sequence
 
 from manta.cluster.errors import refuse
 
 MOST_NAME_CHARACTERS = 256
+_STEPS = {".", ".."}
+"""Parts of a path that clients resolve before they ask for `/v1/models/NAME`."""
 
 
 def check_new_name(field: str, name: str) -> None:
@@ -18,6 +21,10 @@ def check_new_name(field: str, name: str) -> None:
         refuse("over_limit", field, len(name), MOST_NAME_CHARACTERS, "give a shorter name", unit="characters")
     if not name.isprintable():
         refuse("wrong_value", field, name, "printable characters")
+    if name != unicodedata.normalize("NFC", name.strip()):
+        refuse("wrong_value", field, name, "in Unicode's normal form (NFC), without spaces around it")
+    if not _STEPS.isdisjoint(name.split("/")):
+        refuse("wrong_value", field, name, "a name that no URL leads away from, without the parts . and ..")
 
 
 def paths_below(path: str, roots: Sequence[str], field: str, remedy: str) -> list[str]:

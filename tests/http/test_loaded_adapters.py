@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +18,19 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from manta.cluster.engine.adapter_table import LoadedAdapter
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.engine.model_replica import make_replica
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.workers.adapters.adapter_files import read_adapter
+from manta.workers.sampling_params import SamplingParams
 from tests.adapters import Adapters, adapters_of
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.full_disk import full_disk
 from tests.loaded_adapters import Loading, loading
 from tests.patience import until
+from tests.serve.test_engine_deployment import Ingress
 from tests.telemetry.captured_log import request_log
 
 PROMPT = [30 + 7 * place % 280 for place in range(40)]
@@ -159,6 +163,9 @@ async def test_names_and_paths_that_cannot_be_are_refused(tmp_path: pathlib.Path
             ("", "one", (400, "lora_name", None)),
             ("a\nb", "one", (400, "lora_name", None)),
             ("x" * 300, "one", (400, "lora_name", None)),
+            ("new ", "one", (400, "lora_name", None)),
+            ("e\u0301", "one", (400, "lora_name", None)),
+            ("new/../kept", "one", (400, "lora_name", None)),
             (model, "one", taken),
             ("other", "one", taken),
             ("kept", "one", taken),
@@ -391,6 +398,38 @@ async def test_more_adapters_than_fit_take_turns(
         await expect(server, "two", "two")  # however many ask for another one
         is_over.set()
         await asyncio.gather(*busy)
+
+
+@async_test
+async def test_what_waits_for_room_ends_with_its_ingress(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would read its tokens, and the adapter would take the room of others."""
+    size = (pathlib.Path(made().folders["one"]) / WEIGHTS).stat().st_size
+    async with loading(tmp_path, made(), {"max_adapter_bytes": 3 * size // 2}) as server:
+        for name in ("one", "two"):
+            assert (await server.load(name)).status_code == 200
+        engine, has_room, added = server.server.replica.engine, threading.Event(), list[str]()
+        hold, add = engine.executor.hold_adapter, engine.add_request
+
+        def add_request(request: EngineRequest, *arguments: Any, **options: Any) -> None:
+            added.append(request.request_id)
+            add(request, *arguments, **options)
+
+        monkeypatch.setattr(engine.executor, "hold_adapter", lambda adapter: has_room.is_set() and hold(adapter))
+        monkeypatch.setattr(engine, "add_request", add_request)
+        ingress, digest = Ingress(), server.registry.table.loaded["one"].digest
+        address = await ingress.receiver.start()
+        asked = EngineRequest(request_id="lost", prompt_token_ids=PROMPT, params=SamplingParams(), adapter=digest)
+        waiting = asyncio.ensure_future(server.server.replica.generate(asked, address))
+        await until(lambda: ingress.connection is not None)
+        assert ingress.connection is not None
+        ingress.connection.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        has_room.set()
+        await expect(server, "one", "one")  # behind it, if it still waits
+        assert "lost" not in added
 
 
 @async_test

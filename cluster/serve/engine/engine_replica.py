@@ -308,8 +308,9 @@ class EngineReplica:
 
     async def _hold_and_add(self, adapters: ReplicaAdapters, running: Running, constraint: Resolved | None) -> None:
         adapter: ReadAdapter | None = None
+        call, place = running.key
         try:
-            while True:
+            while place in call.open:  # else the call ended meanwhile
                 try:
                     if await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
                         return
