@@ -229,6 +229,28 @@ def _random_mxfp4(rows: int, inputs: int, random: np.random.Generator) -> np.nda
     return np.concatenate((exponents, packed), axis=-1).reshape(rows, -1)
 
 
+def _random_iq1_m(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    """The factor of a block is in the highest bits of the four words at its end."""
+    blocks = random.integers(0, 256, (rows, inputs // 256, 56), dtype=np.uint8)
+    factors = _halves((0.5 + random.random(blocks.shape[:2])) / (6 * inputs**0.5)).view(np.uint16)
+    words = blocks[..., 48:].copy().view(np.uint16) & 0x0FFF
+    words |= (factors >> np.array([0, 4, 8, 12], dtype=np.uint16)) << 12
+    blocks[..., 48:] = words.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def _random_tq2_0(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    """Of the four numbers that a byte could hold, three are stored."""
+    digits = random.integers(0, 3, (rows, inputs // 256, 64, 4), dtype=np.uint8)
+    packed = (digits << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(-1, dtype=np.uint8)
+    d = (0.5 + random.random(packed.shape[:2])) / (0.8 * inputs**0.5)
+    return np.concatenate((packed, _halves(d)), axis=-1).reshape(rows, -1)
+
+
+def _random_nvfp4(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    return random.integers(0, 120, (rows, inputs // 64 * 36), dtype=np.uint8)
+
+
 def _random_q4_k(rows: int, inputs: int, random: np.random.Generator, fifth_bytes: int = 0) -> np.ndarray:
     """`d * scale * number - dmin * minimum` with random 6-bit scales and minima, and a mean of 0."""
     blocks = (rows, inputs // 256)
@@ -258,7 +280,16 @@ RANDOM_BLOCKS = {
     "IQ4_NL": _random_iq4_nl,
     "IQ4_XS": _random_bytes(136, first=0, size=1000),
     "MXFP4": _random_mxfp4,
-    "IQ2_XXS": _random_bytes(66, first=0, size=1),
+    "IQ1_S": _random_bytes(50, first=0, size=6),
+    "IQ1_M": _random_iq1_m,
+    "IQ2_XXS": _random_bytes(66, first=0, size=50),
+    "IQ2_XS": _random_bytes(74, first=0, size=50),
+    "IQ2_S": _random_bytes(82, first=0, size=50),
+    "IQ3_XXS": _random_bytes(98, first=0, size=120),
+    "IQ3_S": _random_bytes(110, first=0, size=130),
+    "TQ1_0": _random_bytes(54, first=52, size=0.8),
+    "TQ2_0": _random_tq2_0,
+    "NVFP4": _random_nvfp4,
 }
 
 

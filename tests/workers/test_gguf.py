@@ -34,8 +34,11 @@ from tests.workers.test_quantised_formats import Recorder, expected_of, greedy
 from tests.workers.test_quantised_ranks import logits_alone
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-CODED_KINDS = ("IQ4_NL", "IQ4_XS", "MXFP4")
-FOUR_BITS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K")
+GRID_KINDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+CODED_KINDS = ("IQ4_NL", "IQ4_XS", "MXFP4", *GRID_KINDS)
+TERNARY_KINDS = ("TQ1_0", "TQ2_0")
+FOUR_BITS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", *TERNARY_KINDS)
+GROUPS_OF_16 = ("Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES: dict[str, dict] = {
     "llama": {"attention_bias": True},
@@ -55,7 +58,7 @@ def mixed(name: str) -> str:
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize(("kind", "family"), in_turns([*KINDS, *CODED_KINDS, "mixed"], list(FAMILIES)))
+@pytest.mark.parametrize(("kind", "family"), in_turns([*KINDS, *CODED_KINDS, *TERNARY_KINDS, "mixed"], list(FAMILIES)))
 def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, family: str, tmp_path: pathlib.Path) -> None:
     path = write_gguf(original(family), tmp_path / "model.gguf", mixed if kind == "mixed" else lambda name: kind)
     dense = dequantized(path, original(family), tmp_path / "dense")
@@ -307,11 +310,11 @@ def test_what_is_not_served_is_named(metadata: dict, words: str, tmp_path: pathl
 
 
 def test_unfitting_types_and_shapes_are_named(tmp_path: pathlib.Path) -> None:
-    def two_bits(name: str) -> str:
-        return "IQ2_XXS" if name == "blk.1.ffn_up.weight" else "Q8_0"
+    def unread(name: str) -> str:
+        return "NVFP4" if name == "blk.1.ffn_up.weight" else "Q8_0"
 
-    path = write_gguf(original("llama"), tmp_path / "model.gguf", two_bits)
-    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type IQ2_XXS, which is not served; F32, "):
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", unread)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type NVFP4, which is not served; F32, "):
         resolve_model_folder(str(path))
     path = write_gguf(original("llama"), tmp_path / "wide.gguf", lambda name: "Q8_0", llama__feed_forward_length=512)
     folder = resolve_model_folder(str(path))
@@ -335,7 +338,7 @@ def test_a_window_for_some_layers_is_refused(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("kind", [*KINDS[3:], *CODED_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS[3:], *CODED_KINDS, *TERNARY_KINDS])
 def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathlib.Path) -> None:
     path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: kind)
     folder, dense = resolve_model_folder(str(path)), dequantized(path, original("llama"), tmp_path / "dense")
@@ -347,7 +350,7 @@ def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathli
         assert weight is not None
         assert weight.bits == (4 if kind in FOUR_BITS else 8)
         assert weight.least_bits == (4 if kind in (*FOUR_BITS, *CODED_KINDS) else 8)
-        assert weight.group_size == (16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32)
+        assert weight.group_size == (16 if kind in GROUPS_OF_16 else 256 if kind in TERNARY_KINDS else 32)
         assert -(1 << (weight.bits - 1)) <= int(weight.values.min())
         assert int(weight.values.max()) < 1 << (weight.bits - 1)
         torch.testing.assert_close(weight.dequantized(torch.float32), plain.weight, atol=1e-6, rtol=1e-5)

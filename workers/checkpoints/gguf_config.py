@@ -20,7 +20,10 @@ from manta.workers.models.lfm2 import CONVOLUTION
 from manta.workers.models.model_config import ModelError
 
 _FLOATS = ("F32", "F16", "BF16")
-_ROUNDED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+_ROUNDED = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+)
 _TYPES = (*_FLOATS, *_ROUNDED)
 """Types of tensors that are served. `formats/gguf_blocks.py` reads those that are rounded."""
 _ROPE_DIVISORS = "rope_freqs.weight"

@@ -1,4 +1,5 @@
-"""Reads GGUF's types of quantised tensors: blocks of 32 or 256 inputs that hold their scales.
+"""Reads GGUF's types of quantised tensors: blocks of 32 or 256 inputs that hold their scales. `gguf_grids.py` has those
+of few bits.
 
 Layouts: https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gguf-py`.
 """
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from manta.workers.checkpoints.formats import gguf_grids
+from manta.workers.checkpoints.formats.block_bits import half, middle, nibbles, parts_of_bytes, shifted
 from manta.workers.checkpoints.formats.compressed_tensors import FP4_CODEBOOK
 from manta.workers.checkpoints.formats.head_orders import in_head_order, rows_of_transposed
 from manta.workers.checkpoints.formats.stored_part import StoredPart
@@ -34,7 +37,7 @@ class _BlockType(NamedTuple):
     inputs: int
     num_bytes: int
     bits: int
-    unpack: Callable[[torch.Tensor], _Integers]
+    unpack: Callable[[torch.Tensor], _Integers | gguf_grids.Unpacked]
     codebook: tuple[int, ...] | None = None
 
 
@@ -48,7 +51,7 @@ def read_gguf(part: StoredPart) -> QuantizedWeight | torch.Tensor:
     num_inputs = part.out_features // form.transposed_heads if form.transposed_heads else part.in_features
     if stored.shape[1] * kind.inputs != num_inputs * kind.num_bytes:
         raise ModelError(f"{name} has {stored.shape[1]} bytes a row, which are not {num_inputs} inputs in {kind.name}")
-    values, scales, offsets = kind.unpack(stored.view(len(stored), -1, kind.num_bytes))
+    values, scales, offsets = _Integers(*kind.unpack(stored.view(len(stored), -1, kind.num_bytes)))
     weight = QuantizedWeight(
         values.flatten(1),
         scales.flatten(1),
@@ -75,24 +78,9 @@ def _with_input_heads(weight: QuantizedWeight, head_order: tuple[int, ...]) -> Q
     )
 
 
-def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Returns the float16 at byte `start` of each block, float32 [out, blocks, 1]."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Returns the low halves of all bytes, then the high halves: uint8 [..., 2 * bytes]."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
-
-
 def _codes(packed: torch.Tensor, codebook: tuple[int, ...]) -> torch.Tensor:
-    """Returns the numbers that the halves of bytes stand for, in the order of `_nibbles`."""
-    return torch.tensor(codebook, dtype=torch.int8, device=packed.device)[_nibbles(packed).int()]
-
-
-def _shifted(packed: torch.Tensor, *shifts: int) -> torch.Tensor:
-    """Returns all bytes shifted right by each number, one after the other: uint8 [..., shifts, bytes]."""
-    return packed[..., None, :] >> torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
+    """Returns the numbers that the halves of bytes stand for, in the order of `nibbles`."""
+    return torch.tensor(codebook, dtype=torch.int8, device=packed.device)[nibbles(packed).int()]
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
@@ -101,31 +89,27 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts) & 1).flatten(-2) << 4
 
 
-def _middle(numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-    return numbers.to(torch.int8) - zero_point
-
-
 def _q8_0(blocks: torch.Tensor) -> _Integers:
-    return _Integers(blocks[..., 2:].view(torch.int8), _half(blocks, 0))
+    return _Integers(blocks[..., 2:].view(torch.int8), half(blocks, 0))
 
 
 def _q4_0(blocks: torch.Tensor) -> _Integers:
-    return _Integers(_middle(_nibbles(blocks[..., 2:]), 8), _half(blocks, 0))
+    return _Integers(middle(nibbles(blocks[..., 2:]), 8), half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> _Integers:
-    scales = _half(blocks, 0)
-    return _Integers(_middle(_nibbles(blocks[..., 4:]), 8), scales, _half(blocks, 2) + 8 * scales)
+    scales = half(blocks, 0)
+    return _Integers(middle(nibbles(blocks[..., 4:]), 8), scales, half(blocks, 2) + 8 * scales)
 
 
 def _q5_0(blocks: torch.Tensor) -> _Integers:
-    numbers = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return _Integers(_middle(numbers, 16), _half(blocks, 0))
+    numbers = nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return _Integers(middle(numbers, 16), half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> _Integers:
-    numbers = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return _Integers(_middle(numbers, 0), _half(blocks, 0), _half(blocks, 2))
+    numbers = nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return _Integers(middle(numbers, 0), half(blocks, 0), half(blocks, 2))
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,26 +119,26 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
     minima = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1)
-    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+    return half(blocks, 0) * scales, -half(blocks, 2) * minima
 
 
 def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Returns the 256 numbers in 128 bytes. Each 32 bytes hold 32 numbers in their low halves and the next 32 in the
     high ones.
     """
-    return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
+    return nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
 
 
 def _q4_k(blocks: torch.Tensor) -> _Integers:
     scales, minima = _k_scales(blocks)
-    return _Integers(_middle(_k_nibbles(blocks[..., 16:]), 8), scales, minima + 8 * scales)
+    return _Integers(middle(_k_nibbles(blocks[..., 16:]), 8), scales, minima + 8 * scales)
 
 
 def _q5_k(blocks: torch.Tensor) -> _Integers:
     """Unpacks a block in which bit i of each of 32 bytes is the fifth bit of a number in group i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = ((blocks[..., None, 16:48] >> shifts) & 1).flatten(-2) << 4
-    return _Integers(_middle(_k_nibbles(blocks[..., 48:]) | fifth, 0), *_k_scales(blocks))
+    return _Integers(middle(_k_nibbles(blocks[..., 48:]) | fifth, 0), *_k_scales(blocks))
 
 
 def _q6_k(blocks: torch.Tensor) -> _Integers:
@@ -162,39 +146,38 @@ def _q6_k(blocks: torch.Tensor) -> _Integers:
     low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     upper = ((high >> shifts) & 3).flatten(-2) << 4
-    scales = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
-    return _Integers(_middle((_nibbles(low) | upper).flatten(-2), 32), scales)
+    scales = half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
+    return _Integers(middle((nibbles(low) | upper).flatten(-2), 32), scales)
 
 
 def _q2_k(blocks: torch.Tensor) -> _Integers:
     """Unpacks a block of two halves, each four rows of 32 numbers whose bits are in 32 bytes. A group is 16 numbers,
     and a byte has the factors of its scale and its minimum.
     """
-    numbers = _shifted(blocks[..., 16:80].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
+    numbers = shifted(blocks[..., 16:80].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
     scales, minima = blocks[..., :16] & 15, blocks[..., :16] >> 4
-    return _Integers(_middle(numbers.flatten(-3), 0), _half(blocks, 80) * scales, -_half(blocks, 82) * minima)
+    return _Integers(middle(numbers.flatten(-3), 0), half(blocks, 80) * scales, -half(blocks, 82) * minima)
 
 
 def _q3_k(blocks: torch.Tensor) -> _Integers:
     """Unpacks a block whose numbers have two bits as in Q2_K. Where a third bit, in the first 32 bytes, is missing,
     they are 4 less. The 16 scales have 6 bits, four in the first 8 of 12 bytes and two in the last 4.
     """
-    upper = _shifted(blocks[..., :32], 0, 1, 2, 3, 4, 5, 6, 7) & 1
-    lower = _shifted(blocks[..., 32:96].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
-    low, high = _shifted(blocks[..., 96:104], 0, 4) & 15, _shifted(blocks[..., 104:108], 0, 2, 4, 6) & 3
-    scales = _half(blocks, 108) * _middle(low.flatten(-2) | high.flatten(-2) << 4, 32)
-    return _Integers(_middle(lower.flatten(-3) | upper.flatten(-2) << 2, 4), scales)
+    upper = shifted(blocks[..., :32], 0, 1, 2, 3, 4, 5, 6, 7) & 1
+    lower = shifted(blocks[..., 32:96].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
+    low, high = shifted(blocks[..., 96:104], 0, 4) & 15, shifted(blocks[..., 104:108], 0, 2, 4, 6) & 3
+    scales = half(blocks, 108) * middle(low.flatten(-2) | high.flatten(-2) << 4, 32)
+    return _Integers(middle(lower.flatten(-3) | upper.flatten(-2) << 2, 4), scales)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> _Integers:
-    return _Integers(_codes(blocks[..., 2:], IQ4_CODEBOOK), _half(blocks, 0))
+    return _Integers(_codes(blocks[..., 2:], IQ4_CODEBOOK), half(blocks, 0))
 
 
 def _iq4_xs(blocks: torch.Tensor) -> _Integers:
     """Unpacks a block whose eight scales have 6 bits: two in two bytes after the factor, four in the next four."""
-    high = _shifted(blocks[..., 2:4].unsqueeze(-1), 0, 2, 4, 6) & 3
-    low = _shifted(blocks[..., 4:8].unsqueeze(-1), 0, 4) & 15
-    scales = _half(blocks, 0) * _middle(low.flatten(-3) | high.flatten(-3) << 4, 32)
+    low, high = parts_of_bytes(blocks[..., 4:8], 4), parts_of_bytes(blocks[..., 2:4], 2)
+    scales = half(blocks, 0) * middle(low | high << 4, 32)
     return _Integers(_codes(blocks[..., 8:].unflatten(-1, (8, 16)), IQ4_CODEBOOK).flatten(-2), scales)
 
 
@@ -218,6 +201,15 @@ _SERVED = (
     _BlockType("IQ4_NL", 32, 18, 8, _iq4_nl, IQ4_CODEBOOK),
     _BlockType("IQ4_XS", 256, 136, 8, _iq4_xs, IQ4_CODEBOOK),
     _BlockType("MXFP4", 32, 17, 8, _mxfp4, FP4_CODEBOOK),
+    _BlockType("IQ1_S", 256, 50, 8, gguf_grids.iq1_s, gguf_grids.IQ1_CODEBOOK),
+    _BlockType("IQ1_M", 256, 56, 8, gguf_grids.iq1_m, gguf_grids.IQ1_CODEBOOK),
+    _BlockType("IQ2_XXS", 256, 66, 8, gguf_grids.iq2_xxs, gguf_grids.IQ2_CODEBOOK),
+    _BlockType("IQ2_XS", 256, 74, 8, gguf_grids.iq2_xs, gguf_grids.IQ2_CODEBOOK),
+    _BlockType("IQ2_S", 256, 82, 8, gguf_grids.iq2_s, gguf_grids.IQ2_CODEBOOK),
+    _BlockType("IQ3_XXS", 256, 98, 8, gguf_grids.iq3_xxs, gguf_grids.IQ3_XXS_CODEBOOK),
+    _BlockType("IQ3_S", 256, 110, 8, gguf_grids.iq3_s, gguf_grids.IQ3_S_CODEBOOK),
+    _BlockType("TQ1_0", 256, 54, 4, gguf_grids.tq1_0),
+    _BlockType("TQ2_0", 256, 66, 4, gguf_grids.tq2_0),
 )
 BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
 """The supported types, by ggml's names."""
