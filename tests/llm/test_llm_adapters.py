@@ -8,6 +8,7 @@ import pathlib
 import shutil
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from manta.workers.torch_worker import torch_worker
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
 from tests.adapters import Adapters, adapters_of, merged, write_adapter
 from tests.checkpoints import checkpoint, reference_greedy
+from tests.converted_gguf import convert
 from tests.gguf_files import write_gguf
 from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
 from tests.workers.test_layer_kinds import folder_of
@@ -206,6 +208,36 @@ def test_adapters_of_experts_one_by_one(family: str, exact: bool, tmp_path: path
     together = LLM(str(base), exact=True, weights="int8", max_num_batched_tokens=17, **options)
     names = ["a", "", "a"]
     assert tokens(together, names) == [tokens(alone, [name])[0] for name in names]
+
+
+OF_EXPERTS = dict(zip(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), ("w1", "w3", "w2"), strict=True))
+"""llama.cpp's names of a layer's experts, and Mixtral's."""
+
+
+def test_a_file_of_llamacpps_converter_changes_experts(tmp_path: pathlib.Path) -> None:
+    """Over the checkpoint and over a GGUF file of it. The tensor of each half has all experts of a layer."""
+    base = checkpoint("mixtral")
+    adapter = write_adapter(base, tmp_path / "adapter", tuple(OF_EXPERTS.values()), 4)
+    halves, file = load_file(adapter / "adapter_model.safetensors"), tmp_path / "adapter.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, value in {"general.type": "adapter", "adapter.type": "lora"}.items():
+        writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for name in [name for name in halves if ".experts.0." in name]:
+        layer, module, half = name.split(".")[4], name.split(".")[-3], name.split(".")[-2].lower()
+        of_all = torch.stack([halves[name.replace("experts.0", f"experts.{expert}")] for expert in range(4)])
+        stored = next(each for each, own in OF_EXPERTS.items() if own == module)
+        writer.add_tensor(f"blk.{layer}.{stored}.weight.{half}", of_all.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    models = merged(base, adapter, tmp_path / "merged"), base
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+    assert expected[0] != expected[1]
+    for model in (base, convert(base, tmp_path / "base.gguf")):
+        llm = LLM(str(model), dtype="float32", num_threads=1, adapters={"file": str(file), "saved": str(adapter)})
+        assert tokens(llm, ["file", "saved", ""]) == [expected[0], *expected]
 
 
 def test_a_rounded_mixture_takes_adapters_of_its_experts(tmp_path: pathlib.Path) -> None:

@@ -1,18 +1,20 @@
 """Reads an adapter in a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` makes it.
 
 Metadata and names are those of https://github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`. Its scale is alpha
-divided by the rank of each module, or 1 without an alpha, as llama.cpp computes it. The file's author is not trusted.
+divided by the rank of each module, or 1 without an alpha, as llama.cpp computes it. What changes the experts of a layer
+is one tensor for all of them. The file's author is not trusted.
 """
 
 from __future__ import annotations
 
+import math
 import pathlib
 
 import torch
 
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, digest_of, matrix_of, read_bounded
 from manta.workers.checkpoints import gguf_hybrids
-from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, GgufArchitecture, name_of
+from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, EXPERT, GgufArchitecture, name_of
 from manta.workers.checkpoints.gguf_header import read_gguf_header
 from manta.workers.checkpoints.stored_files import COPY_AGAIN
 from manta.workers.models.model_config import ModelError
@@ -51,8 +53,10 @@ def read_gguf_adapter(path: pathlib.Path, max_bytes: int) -> Adapter:
         end = tensor.start + tensor.num_bytes
         if end > len(data):
             raise ModelError(f"{path} is truncated, or changed while it was read; {COPY_AGAIN}")
-        matrix = matrix_of(path, name, tensor.kind, tensor.shape, memoryview(data)[tensor.start : end])
-        halves.setdefault(name.removesuffix(suffix), {})[_HALVES[suffix]] = matrix
+        *outer, columns = tensor.shape
+        content, rows = memoryview(data)[tensor.start : end], math.prod(outer)
+        half = matrix_of(path, name, tensor.kind, (rows, columns), content).view(tensor.shape)
+        halves.setdefault(name.removesuffix(suffix), {})[_HALVES[suffix]] = half
     return _assembled(path, architecture, alpha, halves)
 
 
@@ -60,17 +64,25 @@ def _assembled(
     path: pathlib.Path, architecture: GgufArchitecture, alpha: float, halves: dict[str, dict[int, torch.Tensor]]
 ) -> Adapter:
     """Joins the two halves of each module, under the modules' names in transformers."""
-    modules = {}
+    modules: dict[str, LowRankModule] = {}
     for name, own in sorted(halves.items()):
         if len(own) < len(_HALVES):
             raise ModelError(f"{path}: {name} has one half only; {COPY_AGAIN}")
-        a, b = own[0], own[1]
-        if len(a) != b.shape[1]:
-            raise ModelError(f"{path}: the halves of {name} have the ranks {len(a)} and {b.shape[1]}; {COPY_AGAIN}")
-        is_rotated = name.endswith(("attn_q.weight", "attn_k.weight"))
-        module = name_of(architecture, name).removesuffix(".weight")
-        scale = alpha / len(a) if alpha else 1.0
-        modules[module] = LowRankModule(a, b, scale, architecture.interleaves_heads and is_rotated)
+        a, b, module = own[0], own[1], name_of(architecture, name).removesuffix(".weight")
+        of_experts = EXPERT in module
+        if {a.dim(), b.dim()} != {3 if of_experts else 2} or (of_experts and len(a) != len(b)):
+            raise ModelError(
+                f"{path}: the halves of {name} have the shapes {list(a.shape)} and {list(b.shape)}; {COPY_AGAIN}"
+            )
+        rank = a.shape[-2]
+        if rank != b.shape[-1]:
+            raise ModelError(f"{path}: the halves of {name} have the ranks {rank} and {b.shape[-1]}; {COPY_AGAIN}")
+        scale, is_rotated = alpha / rank if alpha else 1.0, name.endswith(("attn_q.weight", "attn_k.weight"))
+        if of_experts:
+            for expert in range(len(a)):
+                modules[module.replace(EXPERT, str(expert))] = LowRankModule(a[expert], b[expert], scale)
+        else:
+            modules[module] = LowRankModule(a, b, scale, architecture.interleaves_heads and is_rotated)
     if not modules:
         raise ModelError(f"{path} holds no tensors; {COPY_AGAIN}")
     return Adapter(str(path), "", digest_of(modules), modules)
