@@ -24,7 +24,7 @@ def check_new_name(field: str, name: str) -> None:
     if name != unicodedata.normalize("NFC", name.strip()):
         refuse("wrong_value", field, name, "in Unicode's normal form (NFC), without spaces around it")
     if not _STEPS.isdisjoint(name.split("/")):
-        refuse("wrong_value", field, name, "a name that no URL leads away from, without the parts . and ..")
+        refuse("wrong_value", field, name, "a name without the parts . and .., which URLs resolve")
 
 
 def paths_below(path: str, roots: Sequence[str], field: str, remedy: str) -> list[str]:
