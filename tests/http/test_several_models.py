@@ -198,9 +198,9 @@ def test_ten_thousand_adapters_cost_a_request_nothing() -> None:
     for name in ("two", "adapter-9999", "one:adapter-5"):
         assert address.states["one"].models.find(name, caller).model_name == ("two" if name == "two" else "one")
     assert caller.num_asked == 3
-    for name in ("else", None):
+    for unknown in ("else", None):
         with pytest.raises(ServingError) as refused:
-            address.states["one"].models.find(name, caller)
+            address.states["one"].models.find(unknown, caller)
         assert len(str(refused.value)) < 5000
     assert str(refused.value).count("adapter-") < 2 * MAX_LISTED
 

@@ -37,7 +37,7 @@ class _BlockType(NamedTuple):
     inputs: int
     num_bytes: int
     bits: int
-    unpack: Callable[[torch.Tensor], _Integers | gguf_grids.Unpacked]
+    unpack: Callable[[torch.Tensor], _Integers]
     codebook: tuple[int, ...] | None = None
 
 
@@ -51,7 +51,7 @@ def read_gguf(part: StoredPart) -> QuantizedWeight | torch.Tensor:
     num_inputs = part.out_features // form.transposed_heads if form.transposed_heads else part.in_features
     if stored.shape[1] * kind.inputs != num_inputs * kind.num_bytes:
         raise ModelError(f"{name} has {stored.shape[1]} bytes a row, which are not {num_inputs} inputs in {kind.name}")
-    values, scales, offsets = _Integers(*kind.unpack(stored.view(len(stored), -1, kind.num_bytes)))
+    values, scales, offsets = kind.unpack(stored.view(len(stored), -1, kind.num_bytes))
     weight = QuantizedWeight(
         values.flatten(1),
         scales.flatten(1),
@@ -185,6 +185,10 @@ def _mxfp4(blocks: torch.Tensor) -> _Integers:
     return _Integers(_codes(blocks[..., 1:], FP4_CODEBOOK), torch.exp2(blocks[..., :1].float() - 128))
 
 
+def _of_grid(unpack: Callable[[torch.Tensor], gguf_grids.Unpacked]) -> Callable[[torch.Tensor], _Integers]:
+    return lambda blocks: _Integers(*unpack(blocks))
+
+
 IQ4_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers of IQ4_NL and IQ4_XS (`kvalues_iq4nl`)."""
 _SERVED = (
@@ -201,15 +205,15 @@ _SERVED = (
     _BlockType("IQ4_NL", 32, 18, 8, _iq4_nl, IQ4_CODEBOOK),
     _BlockType("IQ4_XS", 256, 136, 8, _iq4_xs, IQ4_CODEBOOK),
     _BlockType("MXFP4", 32, 17, 8, _mxfp4, FP4_CODEBOOK),
-    _BlockType("IQ1_S", 256, 50, 8, gguf_grids.iq1_s, gguf_grids.IQ1_CODEBOOK),
-    _BlockType("IQ1_M", 256, 56, 8, gguf_grids.iq1_m, gguf_grids.IQ1_CODEBOOK),
-    _BlockType("IQ2_XXS", 256, 66, 8, gguf_grids.iq2_xxs, gguf_grids.IQ2_CODEBOOK),
-    _BlockType("IQ2_XS", 256, 74, 8, gguf_grids.iq2_xs, gguf_grids.IQ2_CODEBOOK),
-    _BlockType("IQ2_S", 256, 82, 8, gguf_grids.iq2_s, gguf_grids.IQ2_CODEBOOK),
-    _BlockType("IQ3_XXS", 256, 98, 8, gguf_grids.iq3_xxs, gguf_grids.IQ3_XXS_CODEBOOK),
-    _BlockType("IQ3_S", 256, 110, 8, gguf_grids.iq3_s, gguf_grids.IQ3_S_CODEBOOK),
-    _BlockType("TQ1_0", 256, 54, 4, gguf_grids.tq1_0),
-    _BlockType("TQ2_0", 256, 66, 4, gguf_grids.tq2_0),
+    _BlockType("IQ1_S", 256, 50, 8, _of_grid(gguf_grids.iq1_s), gguf_grids.IQ1_CODEBOOK),
+    _BlockType("IQ1_M", 256, 56, 8, _of_grid(gguf_grids.iq1_m), gguf_grids.IQ1_CODEBOOK),
+    _BlockType("IQ2_XXS", 256, 66, 8, _of_grid(gguf_grids.iq2_xxs), gguf_grids.IQ2_CODEBOOK),
+    _BlockType("IQ2_XS", 256, 74, 8, _of_grid(gguf_grids.iq2_xs), gguf_grids.IQ2_CODEBOOK),
+    _BlockType("IQ2_S", 256, 82, 8, _of_grid(gguf_grids.iq2_s), gguf_grids.IQ2_CODEBOOK),
+    _BlockType("IQ3_XXS", 256, 98, 8, _of_grid(gguf_grids.iq3_xxs), gguf_grids.IQ3_XXS_CODEBOOK),
+    _BlockType("IQ3_S", 256, 110, 8, _of_grid(gguf_grids.iq3_s), gguf_grids.IQ3_S_CODEBOOK),
+    _BlockType("TQ1_0", 256, 54, 4, _of_grid(gguf_grids.tq1_0)),
+    _BlockType("TQ2_0", 256, 66, 4, _of_grid(gguf_grids.tq2_0)),
 )
 BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
 """The supported types, by ggml's names."""
