@@ -146,6 +146,11 @@ class StepInput(msgspec.Struct, array_like=True):
         return sum([item.num_tokens for item in self.scheduled])
 
     @property
+    def prefill_context(self) -> int:
+        """The longest context of a sequence that computes several tokens; 0 if none does."""
+        return max([item.start + item.num_tokens for item in self.scheduled if item.num_tokens > 1], default=0)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every sequence computes only its newest token and draws the next one."""
         return not self.forked and len(self.scheduled) == len(self.sample_points) == self.num_tokens

@@ -28,6 +28,7 @@ SUITES = {
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",
     "kernel-times": "the CPU kernels against torch's operations and against floors",
+    "long-contexts": "chunks, decode steps and warm first tokens of long prompts against floors, and the host's share",
     "mixers": "layers of several kinds against floors and llama.cpp, and a second turn",
     "speculative": "what drafts save",
     "adapters": "what LoRA adapters cost a step",

@@ -177,8 +177,8 @@ class Scheduler:
         num_taken, states = self._num_places_taken() if self.waiting else 0, self._cache.states
         while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
             has_places = num_taken + sequence.num_places <= self.max_num_sequences
-            prefix = self._cache.find_any_prefix(sequence) if has_places else None
-            if prefix is None or not self._cache.fits(sequence, prefix):
+            prefix = self._cache.find_room(sequence) if has_places else None
+            if prefix is None:
                 paused = [other for other in self.running if other.is_paused and not other.num_pending_tokens]
                 if plan.step.scheduled or not paused:
                     break
