@@ -46,6 +46,13 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             "kernel_times", ["--parts", "caches", "--seconds", "0.01"], "int4 cache, decode 32 x 4096", marks=PROVE
         ),
         pytest.param(
+            "long_contexts",
+            ["--contexts", "64,128", "--chunk", "32", "--threads", "1", "--turns", "1", "--steps", "2"]
+            + ["--model", "tiny-llama"],
+            "| 128 tokens |",
+            marks=PROVE,
+        ),
+        pytest.param(
             "same_tokens",
             ["--peer-checkout", str(ROOT), "--families", "llama", "--settings", "plain"],
             "all tokens are the same",
