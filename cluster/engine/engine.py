@@ -124,6 +124,7 @@ class Engine:
             num_steps_ahead=self.executor.depth if config.speculative is None else 0,
             max_draft_tokens=config.speculative.max_draft_tokens if config.speculative else 0,
             kept=self._kept,
+            even_context=self.model.even_context,
         )
         self.constraints = ConstraintService(config, self.model)
         self.masks = EngineMasks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))

@@ -25,6 +25,8 @@ from manta.cluster.engine.sequence import Sequence
 from manta.cluster.text import tokenizer
 from manta.cluster.text.tokenizer import MOST_UNFINISHED, WindowDecoder
 from manta.structured.grammar_pool.output_view import MOST_REWRITTEN, OutputView, num_common
+from manta.workers.models.attention_growth import even_context
+from manta.workers.models.model_config import ModelConfig, RopeConfig
 from manta.workers.ranks import rank_sequences
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.sampling_params import SamplingParams
@@ -72,12 +74,13 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counted
 
 
-def scheduler_of(num_blocks: int) -> Scheduler:
+def scheduler_of(num_blocks: int, even_context: int | None = None) -> Scheduler:
     return Scheduler(
         max_num_batched_tokens=BUDGET,
         max_num_sequences=8,
-        max_model_len=2 * max(CONTEXTS),
+        max_model_len=4 * max(CONTEXTS),
         blocks=KVBlocks(num_blocks, BLOCK),
+        even_context=even_context,
     )
 
 
@@ -177,6 +180,65 @@ def test_waiting_prompts_begin_as_if_looked_up_in_each_step(
         return started
 
     assert begins(looks_always=False) == begins(looks_always=True)
+
+
+@pytest.mark.parametrize("priority", [1, -1], ids=["before it", "behind it"])
+def test_a_long_prompt_does_not_hold_up_a_row_beside_it(priority: int) -> None:
+    """Law: each step has a token of the row, in either order, and chunks get shorter as the context grows, so that
+    their attention takes as long as at `even_context`. Users of vLLM saw rows wait (its issue 1026).
+    """
+    even, length = 5000, 60_000
+    scheduler = scheduler_of(6000, even)
+    scheduler.add(prompt_of(0, 8, 1000))
+    run_step(scheduler)
+    long = prompt_of(1, length)
+    long.priority = priority
+    scheduler.add(long)
+    chunks = []
+    while long.num_computed_tokens < length:
+        step = run_step(scheduler)
+        tokens = {item.sequence_id: item for item in step.scheduled}
+        assert tokens[0].num_tokens == 1
+        chunks.append(tokens[1])
+    assert sum(item.num_tokens for item in chunks) == length
+    left = BUDGET - (priority > 0)
+    for item in chunks[:-1]:
+        assert item.num_tokens == (BUDGET - 1 if item.start <= even else left * even // item.start)
+    assert chunks[-2].num_tokens < BUDGET // 10
+
+
+def test_a_long_prompt_alone_has_the_whole_budget() -> None:
+    scheduler = scheduler_of(6000, 5000)
+    scheduler.add(prompt_of(1, 60_000))
+    assert [run_step(scheduler).num_tokens for _ in range(29)] == [BUDGET] * 29
+
+
+def test_the_even_context_is_where_attention_takes_as_long_as_linears() -> None:
+    """Operations of a token of Llama 3.1 8B, counted by hand: 2 for each weight of 32 layers, and 4 for each key and
+    dimension of 32 heads in each layer.
+    """
+    layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14_336
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        native=True,
+        vocab_size=128_256,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14_336,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        max_position_embeddings=131_072,
+        tie_word_embeddings=False,
+        sliding_windows=(None,) * 32,
+        dtype="bfloat16",
+    )
+    found = even_context(config)
+    assert found == 2 * layer * 32 // (4 * 32 * 4096)
+    assert found == 26_624
+    assert even_context(msgspec.structs.replace(config, sliding_windows=(4096,) * 32)) is None
 
 
 def test_an_output_is_read_for_masks_without_its_begin() -> None:

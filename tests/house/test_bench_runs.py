@@ -47,8 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
         ),
         pytest.param(
             "long_contexts",
-            ["--contexts", "64,128", "--chunk", "32", "--threads", "1", "--turns", "1", "--steps", "2"]
-            + ["--model", "tiny-llama"],
+            ["--contexts", "64,128", "--chunk", "32", "--turns", "1", "--steps", "2", "--model", "tiny-llama"],
             "| 128 tokens |",
             marks=PROVE,
         ),
