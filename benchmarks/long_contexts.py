@@ -160,11 +160,11 @@ def model_part(engine: LongEngine, contexts: Sequence[int], threads: Sequence[in
     engine.costs_nothing(False)
     values: dict[tuple[Figure, int, int], list[float]] = {}
     floors: dict[tuple[Figure, int, int], list[float]] = {}
-    for number in range(turns + 1):  # the first turn warms up
+    for number in range(turns + 1):  # the first turn warms up, at the first length
         for num_threads in threads if number % 2 else threads[::-1]:
             rates = measure_rates(processor.form(), num_threads)
             choose_platform("cpu", num_threads)  # the threads of torch and of the kernels
-            for context in contexts:
+            for context in contexts if number else contexts[:1]:
                 print(f"turn {number} of {turns}, {num_threads} threads, {context} tokens", file=sys.stderr, flush=True)
                 found, floor = engine.turn(context, steps), engine.floors(context, rates)
                 for figure in found if number else ():
