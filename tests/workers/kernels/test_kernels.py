@@ -129,8 +129,9 @@ def test_a_long_prompt_in_large_tiles_has_the_bits_of_single_tokens(kernels, dty
         caches = random_cache(num_blocks, 16, 8, 16, dtype)
         poison_unused(metadata, *caches)
         qkv = torch.randn(count, 80 * 16).to(dtype)
-        together = kernels.paged_attention(qkv, *caches, metadata, heads)
-        assert_close(together, reference.paged_attention(qkv, *caches, metadata, heads))
+        arguments = (qkv, *caches, metadata, heads, None)
+        together = kernels.paged_attention(*arguments)
+        assert_close(together, reference.paged_attention(*arguments))
         table = metadata.block_tables.numpy()
         for token in (0, 1, 27, 28, 29, 47, 48, count - 1):  # with 28 a split of the keys begins, inside a tile
             tokens = QueryTokens(np.array([context + token]), np.array([1]), table, 16)
