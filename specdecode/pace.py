@@ -1,14 +1,19 @@
-"""Measures whether drafting pays off: compares the times of steps with and without drafts at the same load.
+"""Measures whether drafting pays off: compares the times of steps with drafts and without ("plain") at the same load.
 
 The estimates of `specdecode/lengths.py` choose the number of drafts. They leave out the driver's work for each draft,
-caches shared with other processes, and pauses. This module times steps with and without drafts in turns, and drafting
-rests while it is slower. Plain arithmetic without torch. Called by `specdecode/proposers.py`.
+what the model does for a draft head, caches shared with other processes, and pauses. Here the clock decides. At each
+load drafting is first tried for a few steps, and then plain steps are timed. While drafting is slower, it rests, and
+trials lose no more than `specdecode/trial_budget.py` allows. Plain arithmetic without torch. Called by
+`specdecode/proposers.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
+
+from manta.specdecode.trial_budget import TrialBudget
 
 GAIN_DEVIATION = 0.7
 """Assumed standard deviation of the tokens that a sequence with drafts gains in a step. A trial's own steps would
@@ -21,38 +26,55 @@ CERTAIN = 2.0
 LEAST_ERROR = 0.045
 """Relative standard error below which the means decide even without certainty."""
 LEAST_STEPS = 8
-"""Fewest steps of a trial."""
+"""Fewest steps of a trial, and steps of the first one, which ends before there is a plain step to compare with."""
 REMEMBERED = 0.85
 """Weight of a trial's steps in the next trial, which then needs fewer steps of its own."""
 TOLERANCE = 0.01
 """Relative slowdown at which drafting goes on, because timing cannot tell it from equal speed."""
-LOSS_SHARE = 0.01
-"""Share of the time that failed trials may cost: drafting rests until the trial's loss is this share of the rest."""
-LONGEST_REST = 4096
-"""Longest rest in steps."""
+MOST_LOSS = 16.0
+"""Time that a trial may lose, in plain steps. Drafts that pay off lose less than that between their bursts."""
 PLAIN_STEPS = 16
-"""Steps without drafts before the first verdict. Their mean covers up to four times as many."""
+"""Plain steps that are timed after the first trial and at the end of each rest. Their mean has half as many of those
+before.
+"""
 PLAIN_EVERY = 512
-"""Steps with drafts after which `PLAIN_STEPS` steps without drafts refresh the comparison, unless the gain is clear."""
+"""Steps with drafts after which `PLAIN_STEPS` plain steps refresh the comparison, unless the gain is clear."""
 CLEAR_GAIN = 1.2
 """Speed-up by drafts above which the comparison is not refreshed."""
 PAUSE = 4.0
 """Cap on a step's time in a mean, as a multiple of the time that plain steps with the same gain should take."""
-LONG_PAUSE = 16.0
-"""Cap on a step's time in a trial's loss, as above. This cap is larger than `PAUSE`, because the time in which
-proposers catch up counts there.
+LONG_STEP = 2.0
+"""Cap on a step's time in a loss, as a multiple of that time, or of the drafted step before if that took longer.
+A single longer step is taken for a pause of the machine, several in a row are not.
 """
+
+
+class _Phase(enum.Enum):
+    FIRST = enum.auto()
+    """The first trial. What it has lost is known when plain steps have been timed."""
+    TIMING = enum.auto()
+    """Plain steps are timed."""
+    DRAFTING = enum.auto()
+    """Drafts are tried or in use."""
+    RESTING = enum.auto()
+    """Drafts were slower."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Comparison:
-    """The comparison of steps with drafts and without ("plain") at one load. Rates are tokens that a sequence gains in
-    the predicted time of a plain step.
+    """The comparison of steps with drafts and plain ones at one load. Rates are tokens that a sequence gains in the
+    predicted time of a plain step (`StepCost.of_table`).
     """
 
+    phase: _Phase = _Phase.FIRST
+    clock: float = 0.0
+    """Seconds that steps took at this load."""
+    budget: TrialBudget = dataclasses.field(default_factory=TrialBudget)
     plain: float = 1.0
     """Mean rate of plain steps."""
     num_plain: int = 0
+    num_to_time: int = 0
+    """Plain steps that are still to be timed in this phase."""
     drafted: float = 0.0
     """Mean rate of the current trial."""
     num_drafted: float = 0.0
@@ -61,33 +83,113 @@ class _Comparison:
     """Sequences summed over the trial's steps."""
     num_tries: float = 0.0
     """Sequences that had drafts, summed likewise."""
-    loss: float = 0.0
-    """Time that the trial lost, measured in plain steps."""
     drafted_since_plain: int = 0
+    is_proven: bool = True
+    """Whether drafting has paid off since the last rest. Before the first rest it is taken for granted."""
     has_rested: bool = True
     """Whether the next step with drafts is the first after plain ones, in which proposers catch up."""
+    is_first_settled: bool = False
+    """Whether the budget has paid for the first trial."""
+    num_first: int = 0
+    """Steps of the first trial."""
+    first_seconds: float = 0.0
+    """Seconds of these steps."""
+    first_predicted: float = 0.0
+    """Seconds that their tokens should take in plain steps, as predicted."""
+    last_seconds: float = 0.0
+    """Seconds that the last step with drafts counted as."""
 
-    def learn_plain(self, duration: float) -> None:
-        self.has_rested = True
-        self.num_plain += 1
-        self.plain += (1 / min(duration, PAUSE) - self.plain) / min(self.num_plain, 4 * PLAIN_STEPS)
+    def learn_plain(self, seconds: float, predicted: float) -> None:
+        if self.phase is not _Phase.RESTING:
+            self.has_rested = True
+            self.num_plain = min(self.num_plain + 1, 4 * PLAIN_STEPS)
+            rate = predicted / min(seconds, PAUSE * predicted)
+            self.plain += (rate - self.plain) / self.num_plain
+        self.go_on(seconds, predicted)
 
-    def learn_drafted(self, gained: float, duration: float, num_sequences: int, num_with_drafts: int) -> None:
-        self.loss += min(duration, LONG_PAUSE * gained) * self.plain - gained
-        if self.has_rested:  # proposers catch up with missed tokens, which costs time in this step only
+    def go_on(self, seconds: float, predicted: float) -> None:
+        """Counts a step without comparing its time."""
+        self.clock += seconds
+        if self.phase is _Phase.RESTING and self.budget.allows_trial(self.clock):
+            self._time_plain_steps()
+        elif self.phase is _Phase.TIMING:
+            self.num_to_time -= 1
+            if self.num_to_time <= 0 and self.num_plain:
+                self._resume(predicted)
+
+    def learn_drafted(
+        self,
+        gained: float,
+        seconds: float,
+        proposing_seconds: float,
+        predicted: float,
+        num_sequences: int,
+        num_with_drafts: int,
+        is_catching_up: bool,
+    ) -> None:
+        self.clock += seconds + proposing_seconds
+        self.last_seconds = min(seconds, LONG_STEP * max(gained * predicted / self.plain, self.last_seconds))
+        spent = self.last_seconds + proposing_seconds
+        if self.is_first_settled:
+            plain_step = predicted / self.plain
+            self.budget.spend(spent - gained * plain_step, self.clock, MOST_LOSS * plain_step)
+        else:
+            self.num_first += 1
+            self.first_seconds += spent
+            self.first_predicted += gained * predicted
+        if self.has_rested or is_catching_up:  # which costs time in this step only
             self.has_rested = False
-            return
-        self.num_drafted += 1
-        self.num_gains += num_sequences
-        self.num_tries += num_with_drafts
-        self.drafted_since_plain += 1
-        self.drafted += (gained / min(duration, PAUSE * gained) - self.drafted) / self.num_drafted
+        else:
+            self.num_drafted += 1
+            self.num_gains += num_sequences
+            self.num_tries += num_with_drafts
+            self.drafted_since_plain += 1
+            duration = min(seconds / predicted, PAUSE * gained) + proposing_seconds / predicted
+            self.drafted += (gained / duration - self.drafted) / self.num_drafted
+        if self.phase is _Phase.DRAFTING:
+            self._decide()
+        elif self.phase is _Phase.FIRST:
+            seems_lost = self.first_seconds - self.first_predicted
+            if self.num_first >= LEAST_STEPS or seems_lost > MOST_LOSS * predicted:
+                self._time_plain_steps()
 
-    def begin_trial(self) -> None:
-        self.loss = 0.0
+    def _time_plain_steps(self) -> None:
+        self.phase = _Phase.TIMING
+        self.num_plain = min(self.num_plain, PLAIN_STEPS // 2)  # older steps had shorter contexts
+        self.num_to_time = PLAIN_STEPS
+
+    def _resume(self, predicted: float) -> None:
+        """Goes on with drafts after plain steps were timed."""
+        self.phase = _Phase.DRAFTING
+        if not self.is_first_settled:
+            self.is_first_settled = True
+            most = MOST_LOSS * predicted / self.plain
+            self.budget.spend(-most, self.clock, most)
+            self.budget.lost = 0.0
+            self.budget.spend(self.first_seconds - self.first_predicted / self.plain, self.clock, most)
+            self._decide()
+
+    def _decide(self) -> None:
+        """Decides after a step whether drafting goes on."""
+        pays = self.verdict()
+        is_undecided, is_spent = pays is None, self.budget.is_spent(self.clock)
+        if is_spent:
+            pays = False
+        elif pays is None or (not pays and self.budget.lost <= 0):  # it is the remembered steps that were slow
+            return
         self.num_drafted *= REMEMBERED
         self.num_gains *= REMEMBERED
         self.num_tries *= REMEMBERED
+        self.is_proven = pays
+        if not pays:
+            self.phase = _Phase.RESTING
+            self.budget.end_trial(self.clock, is_undecided)
+            return
+        self.budget.lost = 0.0
+        is_clear = self.drafted > CLEAR_GAIN * self.plain
+        if not is_clear and self.drafted_since_plain >= PLAIN_EVERY:
+            self.drafted_since_plain = 0
+            self._time_plain_steps()
 
     def verdict(self) -> bool | None:
         """Returns whether drafting pays off; None while the trial goes on."""
@@ -107,50 +209,52 @@ class Pace:
 
     def __init__(self) -> None:
         self._comparisons: dict[int, _Comparison] = {}
+        self._of_counts: dict[int, _Comparison] = {}
+        """Comparisons by number of sequences: every step asks for a few numbers."""
 
-    def learn(
+    def learn_plain(self, num_sequences: int, predicted: float, seconds: float) -> None:
+        """Counts a plain step of `seconds`. `predicted` is the time in seconds of a step with one token for each
+        sequence.
+        """
+        self._of(num_sequences).learn_plain(seconds, predicted)
+
+    def learn_drafted(
         self,
         num_sequences: int,
         num_tokens: int,
         predicted: float,
         seconds: float,
-        drafted: bool,
-        num_with_drafts: int,
+        proposing_seconds: float = 0.0,
+        num_with_drafts: int = 0,
+        is_catching_up: bool = False,
     ) -> None:
-        """Counts a step that yielded `num_tokens` for `num_sequences` in `seconds`, including the time of its
-        proposers.
-
-        `predicted` is the time in seconds of a step with one token for each sequence. `drafted` says whether proposers
-        were asked, which takes time even if they propose nothing. `num_with_drafts` is the number of sequences that had
-        drafts.
+        """Counts a step that yielded `num_tokens` for `num_sequences` in `seconds`, after proposers were asked. They
+        took `proposing_seconds`, even if they proposed nothing. `num_with_drafts` sequences had drafts. If
+        `is_catching_up`, proposers could not draft yet.
         """
-        comparison, duration = self._of(num_sequences), seconds / predicted
-        if drafted:
-            comparison.learn_drafted(num_tokens / num_sequences, duration, num_sequences, num_with_drafts)
-        else:
-            comparison.learn_plain(duration)
+        gained = num_tokens / num_sequences
+        of_proposers = proposing_seconds, predicted, num_sequences, num_with_drafts, is_catching_up
+        self._of(num_sequences).learn_drafted(gained, seconds, *of_proposers)
 
-    def steps_to_rest(self, num_sequences: int) -> int:
-        """Returns the number of next steps that should have no drafts."""
-        comparison = self._of(num_sequences)
-        pays = comparison.verdict()
-        if pays is None:
-            return 0
-        if comparison.num_plain < PLAIN_STEPS:
-            return PLAIN_STEPS - comparison.num_plain  # then the verdict is computed again
-        is_clear = comparison.drafted > CLEAR_GAIN * comparison.plain
-        rest = math.ceil(comparison.loss / LOSS_SHARE)
-        comparison.begin_trial()
-        if not pays:
-            return min(max(rest, PLAIN_STEPS), LONGEST_REST)
-        if is_clear or comparison.drafted_since_plain < PLAIN_EVERY:
-            return 0
-        comparison.drafted_since_plain = 0
-        return PLAIN_STEPS
+    def go_on(self, num_sequences: int, predicted: float, seconds: float) -> None:
+        """Counts a step whose time is not compared, because it computes prompts or verifies forced tokens."""
+        self._of(num_sequences).go_on(seconds, predicted)
+
+    def drafts(self, num_sequences: int) -> bool:
+        """Returns whether the next step should have drafts."""
+        return self._of(num_sequences).phase in (_Phase.FIRST, _Phase.DRAFTING)
+
+    def rests(self, num_sequences: int) -> bool:
+        """Returns whether plain steps need not be timed."""
+        return self._of(num_sequences).phase is _Phase.RESTING
+
+    def is_proven(self, num_sequences: int) -> bool:
+        """Returns whether drafting has paid off since it rested last."""
+        return self._of(num_sequences).is_proven
 
     def _of(self, num_sequences: int) -> _Comparison:
-        load = round(math.log2(num_sequences))
-        comparison = self._comparisons.get(load)
+        comparison = self._of_counts.get(num_sequences)
         if comparison is None:
-            comparison = self._comparisons[load] = _Comparison()
+            comparison = self._comparisons.setdefault(round(math.log2(num_sequences)), _Comparison())
+            self._of_counts[num_sequences] = comparison
         return comparison

@@ -129,10 +129,7 @@ class SpeculativeWorker:
         step = self._step
         assert step is not None, "the target's worker would have raised"
         self._count(started)
-        is_decode = step.scheduled and step.num_tokens == len(step.sample_points)
-        if self._cost is not None and is_decode and self.chain.observes:
-            self._cost.learn(step.num_tokens, self._seconds)
-            self.chain.observe(step, output, self._seconds)
+        self.chain.observe(step, output, self._seconds)
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output
