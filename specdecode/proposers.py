@@ -168,8 +168,8 @@ class ProposerChain:
         self._pace = Pace()
         self._clock = 0.0
         """Seconds of all observed steps and of their proposers."""
-        self._looked = False
-        """Whether proposers were asked after the last step."""
+        self._looked = True
+        """Whether proposers were asked after the last step. At first they are."""
         self._is_catching_up = False
         """Whether a proposer was asked after the last step and could not draft yet."""
         self._looking_seconds = 0.0
@@ -240,7 +240,11 @@ class ProposerChain:
             looked, self._looked = self._looked, bool(self.proposers) and self._pace.drafts(num_sequences)
             if looked and not self._looked:
                 self._rest()
+            elif self._looked and not looked:
+                self._is_catching_up = True  # the next step may be under way, so there are drafts after it
+                return
         self._is_catching_up = False
+        output.drafts_rest = not self._looked and not self._predicted
         if self._looked:
             started = time.perf_counter()
             self._propose(step, output, self.proposers)
