@@ -42,10 +42,10 @@ PLAIN_EVERY = 512
 CLEAR_GAIN = 1.2
 """Speed-up by drafts above which the comparison is not refreshed."""
 PAUSE = 4.0
-"""Cap on a step's time in a mean, as a multiple of the time that plain steps with the same gain should take."""
+"""Cap on a plain step's time, as a multiple of the predicted one. Longer steps are taken for pauses of the machine."""
 LONG_STEP = 2.0
-"""Cap on a step's time in a loss, as a multiple of that time, or of the drafted step before if that took longer.
-A single longer step is taken for a pause of the machine, several in a row are not.
+"""Cap on the time of a step with drafts, as a multiple of the time that plain steps with the same gain should take, or
+of the last such step's if that was longer. A single longer step is taken for a pause, several in a row are not.
 """
 
 
@@ -144,10 +144,9 @@ class _Comparison:
             self.num_gains += num_sequences
             self.num_tries += num_with_drafts
             self.drafted_since_plain += 1
-            duration = min(seconds / predicted, PAUSE * gained) + proposing_seconds / predicted
-            self.drafted += (gained / duration - self.drafted) / self.num_drafted
+            self.drafted += (gained * predicted / spent - self.drafted) / self.num_drafted
         if self.phase is _Phase.DRAFTING:
-            self._decide()
+            self._decide(predicted)
         elif self.phase is _Phase.FIRST:
             seems_lost = self.first_seconds - self.first_predicted
             if self.num_first >= LEAST_STEPS or seems_lost > MOST_LOSS * predicted:
@@ -167,23 +166,25 @@ class _Comparison:
             self.budget.spend(-most, self.clock, most)
             self.budget.lost = 0.0
             self.budget.spend(self.first_seconds - self.first_predicted / self.plain, self.clock, most)
-            self._decide()
+            self._decide(predicted)
 
-    def _decide(self) -> None:
+    def _decide(self, predicted: float) -> None:
         """Decides after a step whether drafting goes on."""
-        pays = self.verdict()
-        is_undecided, is_spent = pays is None, self.budget.is_spent(self.clock)
-        if is_spent:
-            pays = False
-        elif pays is None or (not pays and self.budget.lost <= 0):  # it is the remembered steps that were slow
-            return
+        pays, is_spent = self.verdict(), self.budget.is_spent(self.clock)
+        if not is_spent and (pays is None or (not pays and self.budget.lost <= 0)):
+            return  # in the last case it is the remembered steps that were slow
+        least = None
+        if is_spent and self.num_drafted < LEAST_STEPS:
+            least = 2 * self.budget.lost  # so that at some time a trial is long enough
+        elif is_spent and self.drafted > self._bound:
+            least = MOST_LOSS / 4 * predicted / self.plain  # drafts seem to pay off, and had no luck
         self.num_drafted *= REMEMBERED
         self.num_gains *= REMEMBERED
         self.num_tries *= REMEMBERED
-        self.is_proven = pays
-        if not pays:
+        self.is_proven = bool(pays) and not is_spent
+        if not self.is_proven:
             self.phase = _Phase.RESTING
-            self.budget.end_trial(self.clock, is_undecided)
+            self.budget.end_trial(self.clock, least)
             return
         self.budget.lost = 0.0
         is_clear = self.drafted > CLEAR_GAIN * self.plain
@@ -191,17 +192,21 @@ class _Comparison:
             self.drafted_since_plain = 0
             self._time_plain_steps()
 
+    @property
+    def _bound(self) -> float:
+        """The rate from which drafting goes on."""
+        return (1 - TOLERANCE) * self.plain
+
     def verdict(self) -> bool | None:
         """Returns whether drafting pays off; None while the trial goes on."""
         if self.num_drafted < LEAST_STEPS:
             return None
-        bound = (1 - TOLERANCE) * self.plain
         of_gain = GAIN_DEVIATION**2 * self.num_tries / self.num_gains**2
         error = math.sqrt(of_gain + TIME_DEVIATION**2 / self.num_drafted)
-        is_certain = abs(self.drafted - bound) > CERTAIN * error * self.plain
+        is_certain = abs(self.drafted - self._bound) > CERTAIN * error * self.plain
         if not is_certain and error >= LEAST_ERROR:
             return None
-        return self.drafted > bound
+        return self.drafted > self._bound
 
 
 class Pace:

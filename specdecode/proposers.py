@@ -95,7 +95,7 @@ class _Trials:
         self.num_asked += had_drafts
         is_whole = self.num_asked == TRIAL_STEPS
         if is_whole or self.budget.is_spent(now):
-            self.budget.end_trial(now, not is_whole)
+            self.budget.end_trial(now, None if is_whole else 2 * self.budget.lost)
             self.num_asked = 0
 
 
@@ -219,12 +219,13 @@ class ProposerChain:
             self._pace.learn_drafted(num_sequences, num_tokens, predicted, seconds, *of_proposers)
 
     def _is_comparable(self, step: StepInput) -> bool:
-        """Returns whether every row of a step draws a token, and all drafts are those of this chain. Forced tokens are
-        not.
+        """Returns whether every row of a step draws a token, and drafts are there only if this chain was asked. Forced
+        tokens are not from it.
         """
         if step.num_tokens != len(step.sample_points):
             return False
-        return all(not item.draft_token_ids or item.draft_proposer in self._records for item in step.scheduled)
+        names = self._records if self._looked else ()
+        return all(not item.draft_token_ids or item.draft_proposer in names for item in step.scheduled)
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
         """Adds drafts for the next step to a step's output."""

@@ -37,13 +37,13 @@ class TrialBudget:
         self._seconds = min(min(self._seconds_at(now), most) - lost, most)
         self._counted_at = now
 
-    def end_trial(self, now: float, is_undecided: bool = False) -> None:
-        """Begins the rest in which the share of the time pays for the trial. After an undecided trial the next one gets
-        twice what it has lost, so that at some time a trial is long enough.
+    def end_trial(self, now: float, least: float | None = None) -> None:
+        """Begins the rest until the budget has `least` seconds; without it, until the share of the time has paid for
+        what the trial has lost.
         """
         left = self._seconds_at(now)
-        self._needed = 2 * max(self.lost, 0.0) if is_undecided else 0.0
-        self._rests_until = now + max(self.lost, self._needed - left, -left) / self._share
+        self._needed = max(left + max(self.lost, 0.0) if least is None else least, 0.0)
+        self._rests_until = now + max(self._needed - left, 0.0) / self._share
         self.lost = 0.0
 
     def allows_trial(self, now: float) -> bool:

@@ -209,7 +209,7 @@ class Engine:
             self._ask(step, call.draw, masks.collect)
             if is_ahead:  # otherwise `_update` ends these sequences
                 changes += masks.end_sequences()
-            has_drafts = self.config.speculative is not None and any(item.draft_token_ids for item in step.scheduled)
+            has_drafts = self.executor.depth > 0 and any(item.draft_token_ids for item in step.scheduled)
             self._under_way.append(_StepUnderWay(step, call, masks, is_ahead, has_drafts))
             # 4. Update: append tokens, end sequences, and request the next masks.
             changes += self._update(most_under_way=self.executor.depth)
@@ -361,7 +361,7 @@ class Engine:
             return
         try:
             while self._under_way:  # all their sequences have ended, so the tokens are dropped
-                step, call, _ = self._under_way.popleft()
+                step, call, *_ = self._under_way.popleft()
                 self._ask(step, call.result)
             if self.scheduler.has_unsent_ends:
                 step = self.scheduler.schedule()
