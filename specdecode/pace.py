@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import statistics
+from typing import NamedTuple
 
 from manta.specdecode.trial_budget import TrialBudget
 
@@ -41,11 +43,10 @@ PLAIN_EVERY = 512
 """Steps with drafts after which `PLAIN_STEPS` plain steps refresh the comparison, unless the gain is clear."""
 CLEAR_GAIN = 1.2
 """Speed-up by drafts above which the comparison is not refreshed."""
-PAUSE = 4.0
-"""Cap on a plain step's time, as a multiple of the predicted one. Longer steps are taken for pauses of the machine."""
 LONG_STEP = 2.0
-"""Cap on the time of a step with drafts, as a multiple of the time that plain steps with the same gain should take, or
-of the last such step's if that was longer. A single longer step is taken for a pause, several in a row are not.
+"""Cap on a step's time. For plain steps it is a multiple of the median. For steps with drafts it is one of the time
+that plain steps with the same gain should take, or of the last such step's time if that was longer. A single longer
+step is taken for a pause of the machine, several in a row are not.
 """
 
 
@@ -60,10 +61,29 @@ class _Phase(enum.Enum):
     """Drafts were slower."""
 
 
+class _Drafted(NamedTuple):
+    """A step after which proposers were asked."""
+
+    gained: float
+    """Tokens that a sequence gained."""
+    seconds: float
+    proposing_seconds: float
+    predicted: float
+    """Seconds of a step with one token for each sequence (`StepCost.of_table`)."""
+    num_sequences: int
+    num_with_drafts: int
+    is_catching_up: bool
+
+    @property
+    def lost(self) -> float:
+        """Seconds that the step took longer than predicted for its tokens."""
+        return self.seconds + self.proposing_seconds - self.gained * self.predicted
+
+
 @dataclasses.dataclass(slots=True)
 class _Comparison:
     """The comparison of steps with drafts and plain ones at one load. Rates are tokens that a sequence gains in the
-    predicted time of a plain step (`StepCost.of_table`).
+    predicted time of a plain step. Their means weigh a long step less than sums of times would.
     """
 
     phase: _Phase = _Phase.FIRST
@@ -73,6 +93,8 @@ class _Comparison:
     plain: float = 1.0
     """Mean rate of plain steps."""
     num_plain: int = 0
+    timed: list[float] = dataclasses.field(default_factory=list)
+    """Times of plain steps in this phase, as multiples of the predicted ones."""
     num_to_time: int = 0
     """Plain steps that are still to be timed in this phase."""
     drafted: float = 0.0
@@ -80,7 +102,7 @@ class _Comparison:
     num_drafted: float = 0.0
     """Steps of the trial, with remembered ones at reduced weight."""
     num_gains: float = 0.0
-    """Sequences summed over the trial's steps."""
+    """Sequences summed over these steps."""
     num_tries: float = 0.0
     """Sequences that had drafts, summed likewise."""
     drafted_since_plain: int = 0
@@ -88,23 +110,15 @@ class _Comparison:
     """Whether drafting has paid off since the last rest. Before the first rest it is taken for granted."""
     has_rested: bool = True
     """Whether the next step with drafts is the first after plain ones, in which proposers catch up."""
-    is_first_settled: bool = False
-    """Whether the budget has paid for the first trial."""
-    num_first: int = 0
-    """Steps of the first trial."""
-    first_seconds: float = 0.0
-    """Seconds of these steps."""
-    first_predicted: float = 0.0
-    """Seconds that their tokens should take in plain steps, as predicted."""
+    first: list[_Drafted] | None = dataclasses.field(default_factory=list)
+    """Steps of the first trial, until plain steps tell what they have lost; then None."""
     last_seconds: float = 0.0
     """Seconds that the last step with drafts counted as."""
 
     def learn_plain(self, seconds: float, predicted: float) -> None:
-        if self.phase is not _Phase.RESTING:
-            self.has_rested = True
-            self.num_plain = min(self.num_plain + 1, 4 * PLAIN_STEPS)
-            rate = predicted / min(seconds, PAUSE * predicted)
-            self.plain += (rate - self.plain) / self.num_plain
+        self.has_rested = True
+        if self.phase is _Phase.TIMING:
+            self.timed.append(seconds / predicted)
         self.go_on(seconds, predicted)
 
     def go_on(self, seconds: float, predicted: float) -> None:
@@ -114,58 +128,57 @@ class _Comparison:
             self._time_plain_steps()
         elif self.phase is _Phase.TIMING:
             self.num_to_time -= 1
-            if self.num_to_time <= 0 and self.num_plain:
+            if self.num_to_time <= 0 and self.timed:
                 self._resume(predicted)
 
-    def learn_drafted(
-        self,
-        gained: float,
-        seconds: float,
-        proposing_seconds: float,
-        predicted: float,
-        num_sequences: int,
-        num_with_drafts: int,
-        is_catching_up: bool,
-    ) -> None:
-        self.clock += seconds + proposing_seconds
-        self.last_seconds = min(seconds, LONG_STEP * max(gained * predicted / self.plain, self.last_seconds))
-        spent = self.last_seconds + proposing_seconds
-        if self.is_first_settled:
-            plain_step = predicted / self.plain
-            self.budget.spend(spent - gained * plain_step, self.clock, MOST_LOSS * plain_step)
-        else:
-            self.num_first += 1
-            self.first_seconds += spent
-            self.first_predicted += gained * predicted
-        if self.has_rested or is_catching_up:  # which costs time in this step only
-            self.has_rested = False
-        else:
-            self.num_drafted += 1
-            self.num_gains += num_sequences
-            self.num_tries += num_with_drafts
-            self.drafted_since_plain += 1
-            self.drafted += (gained * predicted / spent - self.drafted) / self.num_drafted
-        if self.phase is _Phase.DRAFTING:
-            self._decide(predicted)
-        elif self.phase is _Phase.FIRST:
-            seems_lost = self.first_seconds - self.first_predicted
-            if self.num_first >= LEAST_STEPS or seems_lost > MOST_LOSS * predicted:
+    def learn_drafted(self, step: _Drafted) -> None:
+        self.clock += step.seconds + step.proposing_seconds
+        if self.first is not None:
+            self.first.append(step)
+            seems_lost = sum(each.lost for each in self.first) > MOST_LOSS * step.predicted
+            if self.phase is _Phase.FIRST and (len(self.first) >= LEAST_STEPS or seems_lost):
                 self._time_plain_steps()
+            return
+        self._count(step)
+        if self.phase is _Phase.DRAFTING:
+            self._decide(step.predicted)
+
+    def _count(self, step: _Drafted) -> None:
+        plain_step = step.predicted / self.plain
+        self.last_seconds = min(step.seconds, LONG_STEP * max(step.gained * plain_step, self.last_seconds))
+        spent = self.last_seconds + step.proposing_seconds
+        self.budget.spend(spent - step.gained * plain_step, self.clock, MOST_LOSS * plain_step)
+        if self.has_rested or step.is_catching_up:  # which costs time in this step only
+            self.has_rested = False
+            return
+        self.num_drafted += 1
+        self.drafted += (step.gained * step.predicted / spent - self.drafted) / self.num_drafted
+        self.num_gains += step.num_sequences
+        self.num_tries += step.num_with_drafts
+        self.drafted_since_plain += 1
 
     def _time_plain_steps(self) -> None:
         self.phase = _Phase.TIMING
-        self.num_plain = min(self.num_plain, PLAIN_STEPS // 2)  # older steps had shorter contexts
+        self.timed = []
         self.num_to_time = PLAIN_STEPS
 
     def _resume(self, predicted: float) -> None:
         """Goes on with drafts after plain steps were timed."""
         self.phase = _Phase.DRAFTING
-        if not self.is_first_settled:
-            self.is_first_settled = True
+        longest = LONG_STEP * statistics.median(self.timed)
+        before = min(self.num_plain, PLAIN_STEPS // 2)  # older steps had shorter contexts
+        self.num_plain = before + len(self.timed)
+        total = sum(1 / min(each, longest) for each in self.timed)
+        self.plain = (before * self.plain + total) / self.num_plain
+        if self.first is not None:
+            steps, self.first = self.first, None
             most = MOST_LOSS * predicted / self.plain
-            self.budget.spend(-most, self.clock, most)
-            self.budget.lost = 0.0
-            self.budget.spend(self.first_seconds - self.first_predicted / self.plain, self.clock, most)
+            self.budget = TrialBudget(most)
+            self.last_seconds = statistics.median(each.seconds for each in steps)
+            self.has_rested = True
+            for step in steps:
+                self._count(step)
+            self.has_rested = True
             self._decide(predicted)
 
     def _decide(self, predicted: float) -> None:
@@ -176,7 +189,7 @@ class _Comparison:
         least = None
         if is_spent and self.num_drafted < LEAST_STEPS:
             least = 2 * self.budget.lost  # so that at some time a trial is long enough
-        elif is_spent and self.drafted > self._bound:
+        elif is_spent and self.drafted > (1 - TOLERANCE) * self.plain:
             least = MOST_LOSS / 4 * predicted / self.plain  # drafts seem to pay off, and had no luck
         self.num_drafted *= REMEMBERED
         self.num_gains *= REMEMBERED
@@ -187,15 +200,9 @@ class _Comparison:
             self.budget.end_trial(self.clock, least)
             return
         self.budget.lost = 0.0
-        is_clear = self.drafted > CLEAR_GAIN * self.plain
-        if not is_clear and self.drafted_since_plain >= PLAIN_EVERY:
+        if self.drafted <= CLEAR_GAIN * self.plain and self.drafted_since_plain >= PLAIN_EVERY:
             self.drafted_since_plain = 0
             self._time_plain_steps()
-
-    @property
-    def _bound(self) -> float:
-        """The rate from which drafting goes on."""
-        return (1 - TOLERANCE) * self.plain
 
     def verdict(self) -> bool | None:
         """Returns whether drafting pays off; None while the trial goes on."""
@@ -203,10 +210,8 @@ class _Comparison:
             return None
         of_gain = GAIN_DEVIATION**2 * self.num_tries / self.num_gains**2
         error = math.sqrt(of_gain + TIME_DEVIATION**2 / self.num_drafted)
-        is_certain = abs(self.drafted - self._bound) > CERTAIN * error * self.plain
-        if not is_certain and error >= LEAST_ERROR:
-            return None
-        return self.drafted > self._bound
+        over = self.drafted / self.plain - (1 - TOLERANCE)
+        return None if abs(over) <= CERTAIN * error and error >= LEAST_ERROR else over > 0
 
 
 class Pace:
@@ -237,9 +242,8 @@ class Pace:
         took `proposing_seconds`, even if they proposed nothing. `num_with_drafts` sequences had drafts. If
         `is_catching_up`, proposers could not draft yet.
         """
-        gained = num_tokens / num_sequences
         of_proposers = proposing_seconds, predicted, num_sequences, num_with_drafts, is_catching_up
-        self._of(num_sequences).learn_drafted(gained, seconds, *of_proposers)
+        self._of(num_sequences).learn_drafted(_Drafted(num_tokens / num_sequences, seconds, *of_proposers))
 
     def go_on(self, num_sequences: int, predicted: float, seconds: float) -> None:
         """Counts a step whose time is not compared, because it computes prompts or verifies forced tokens."""

@@ -151,7 +151,7 @@ def test_drafting_that_the_clock_finds_slower_rests(num_sequences: int) -> None:
         assert relative > 0.96
     for speed in (1.2, 1.5, 2.0, 4.0):
         relative, share = run_pace(Pace(), num_sequences, [speed] * 6000, noise)
-        assert share > 0.9
+        assert share > 0.85
         assert relative > 0.95 * speed
 
 
