@@ -55,28 +55,29 @@ GAP = ("verify", "propose", "update", "schedule", "execute")
 
 class PacedDevice(FreeExecutor):
     """As a device that works by itself: a call launches a step and returns, each step begins when the one before it is
-    done and takes `DEVICE_S`, and its tokens are there when it is done.
+    done and takes `DEVICE_S`, and its tokens are there when it is done. The model's worker waits for them.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.depth = 1 if config.overlap == "on" else 0
         self._done_at = 0.0
+        target: Any = getattr(self.worker, "target", self.worker)
+        execute, draw, sample = target.execute, target.draw, target.sample
 
-    def execute(self, step: StepInput) -> None:
-        super().execute(step)
-        if step.scheduled:
-            self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
+        def paced_execute(step: StepInput) -> None:
+            execute(step)
+            if step.scheduled:
+                self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
 
-    def draw(self, masks: MaskBatch | None = None) -> PacedDraw:  # type: ignore[override]
-        return PacedDraw(super().draw(masks), self._done_at)
+        def paced_sample(masks: MaskBatch | None = None) -> StepOutput:
+            time.sleep(max(0.0, self._done_at - time.perf_counter()))
+            output: StepOutput = sample(masks)
+            return output
 
-    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        time.sleep(max(0.0, self._done_at - time.perf_counter()))
-        return super().sample(masks)
-
-    def is_computing(self) -> bool:
-        return time.perf_counter() < self._done_at
+        target.execute, target.sample = paced_execute, paced_sample
+        target.draw = lambda masks=None: PacedDraw(draw(masks), self._done_at)
+        target.is_computing = lambda: time.perf_counter() < self._done_at
 
 
 class PacedDraw(NamedTuple):
@@ -184,7 +185,7 @@ def _speculative(overlap: str, max_rows: int) -> LLM:
 
 
 def _at_rest(overlap: str, max_rows: int) -> LLM:
-    return _paced(overlap, max_rows, speculative=SpeculativeConfig(proposers=("history",)))
+    return _paced(overlap, max_rows, speculative=SpeculativeConfig(proposers=("prediction",)))
 
 
 def _two_ranks(overlap: str, max_rows: int) -> LLM:

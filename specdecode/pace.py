@@ -83,7 +83,7 @@ class _Drafted(NamedTuple):
 @dataclasses.dataclass(slots=True)
 class _Comparison:
     """The comparison of steps with drafts and plain ones at one load. Rates are tokens that a sequence gains in the
-    predicted time of a plain step. Their means weigh a long step less than sums of times would.
+    predicted time of a plain step.
     """
 
     phase: _Phase = _Phase.FIRST
@@ -91,14 +91,14 @@ class _Comparison:
     """Seconds that steps took at this load."""
     budget: TrialBudget = dataclasses.field(default_factory=TrialBudget)
     plain: float = 1.0
-    """Mean rate of plain steps."""
+    """Rate of plain steps."""
     num_plain: int = 0
     timed: list[float] = dataclasses.field(default_factory=list)
     """Times of plain steps in this phase, as multiples of the predicted ones."""
     num_to_time: int = 0
     """Plain steps that are still to be timed in this phase."""
     drafted: float = 0.0
-    """Mean rate of the current trial."""
+    """Mean rate of the current trial. A long step counts less in it than in a sum of times."""
     num_drafted: float = 0.0
     """Steps of the trial, with remembered ones at reduced weight."""
     num_gains: float = 0.0
@@ -168,8 +168,9 @@ class _Comparison:
         longest = LONG_STEP * statistics.median(self.timed)
         before = min(self.num_plain, PLAIN_STEPS // 2)  # older steps had shorter contexts
         self.num_plain = before + len(self.timed)
-        total = sum(1 / min(each, longest) for each in self.timed)
-        self.plain = (before * self.plain + total) / self.num_plain
+        # Times are summed: behind a device a short step follows a long one
+        total = before / self.plain + sum(min(each, longest) for each in self.timed)
+        self.plain = self.num_plain / total
         if self.first is not None:
             steps, self.first = self.first, None
             most = MOST_LOSS * predicted / self.plain

@@ -197,14 +197,17 @@ class ProposerChain:
         self._plain.difference_update(sequence_ids)
         self._predicted.difference_update(sequence_ids)
 
-    def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
-        """Counts the time of a step since the end of the last `propose`."""
+    def observe(self, step: StepInput, output: StepOutput, seconds: float, has_paused: bool = False) -> None:
+        """Counts the time of a step since the end of the last `propose`. If the caller `has_paused` while the device
+        computed, the step is not compared with others.
+        """
         num_sequences = len(output.token_ids)
         if self._costs is None or not num_sequences or not self.proposers:
             return
         self._clock += seconds
         predicted = self._costs.step.of_table(num_sequences)
-        if (not self._looked and self._pace.rests(num_sequences)) or not self._is_comparable(step):
+        rests = not self._looked and self._pace.rests(num_sequences)
+        if rests or has_paused or not self._is_comparable(step):
             self._pace.go_on(num_sequences, predicted, seconds)
         elif not self._looked:
             self._costs.step.learn(step.num_tokens, seconds)

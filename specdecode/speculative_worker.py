@@ -68,6 +68,10 @@ class SpeculativeWorker:
         """Seconds that the last step has taken."""
         self._last_end = 0.0
         """End of the last call."""
+        self._num_under_way = 0
+        """Executed steps whose output is still to come."""
+        self._has_paused = False
+        """Whether a pause of the caller since the last output hides how long the device took."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -100,6 +104,7 @@ class SpeculativeWorker:
         self.target.execute(step)
         self._step = step
         self._count(started)
+        self._num_under_way += 1
 
     def _count(self, started: float) -> None:
         """Adds the time since `started` to the step's. The caller's work since the last call counts too, unless that
@@ -110,6 +115,8 @@ class SpeculativeWorker:
         waited = started - self._last_end
         if waited < max(self._seconds, self._last_seconds):
             self._seconds += waited
+        elif self._num_under_way:
+            self._has_paused = True
         self._last_end = now
 
     def is_computing(self) -> bool:
@@ -135,8 +142,9 @@ class SpeculativeWorker:
         have been executed before, if this output cannot have drafts.
         """
         self._count(started)
-        self.chain.observe(step, output, self._seconds)
-        self._seconds, self._last_seconds = 0.0, self._seconds
+        self.chain.observe(step, output, self._seconds, self._has_paused)
+        self._num_under_way -= 1
+        self._seconds, self._last_seconds, self._has_paused = 0.0, self._seconds, False
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output
@@ -144,6 +152,7 @@ class SpeculativeWorker:
     def reset(self) -> None:
         self.target.reset()
         self.chain.reset()
+        self._num_under_way = 0
 
 
 class _SpeculativeKeeper:
