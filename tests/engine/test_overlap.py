@@ -430,12 +430,12 @@ def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(device_of(one), "draw", watched_draw)
     monkeypatch.setattr(one.executor, "submit", watched_submit)
-    num_accepted = sum(one.stats().drafts.accepted.get("ngram", ()))
+    num_drafted = sum(one.stats().drafts.drafted.get("ngram", ()))
     add(one, max_tokens=60)
     (tokens,) = drain(one).values()
     assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(60), 0)]).answers["0", 0][0]
     assert min(num_unread.count(0), num_unread.count(1)) > 5
-    assert sum(one.stats().drafts.accepted["ngram"]) > num_accepted
+    assert sum(one.stats().drafts.drafted["ngram"]) > num_drafted
 
 
 def greedy(max_tokens: int) -> SamplingParams:
