@@ -146,7 +146,7 @@ class ProposerChain:
         self._state = state
         self._max_draft_tokens = max_draft_tokens
         self._max_model_len = max_model_len
-        self._costs = costs
+        self.costs = costs
         self._records = {proposer.name: AcceptanceRecord(PRIORS[proposer.name]) for proposer in proposers}
         self._failed: dict[str, set[int]] = {proposer.name: set() for proposer in proposers}
         """Sequences for which each proposer raised, by its name."""
@@ -165,7 +165,7 @@ class ProposerChain:
         costly = [each for each in proposers if costs is not None and each.name in costs.drafts]
         self._costly = {each.name: cast(CostlyProposer, each) for each in costly}
         self._trials = {name: _Trials() for name in self._costly}
-        self._pace = Pace()
+        self.pace = Pace()
         self._clock = 0.0
         """Seconds of all observed steps and of their proposers."""
         self._looked = True
@@ -202,24 +202,24 @@ class ProposerChain:
         computed, the step is not compared with others.
         """
         num_sequences = len(output.token_ids)
-        if self._costs is None or not num_sequences or not self.proposers:
+        if self.costs is None or not num_sequences or not self.proposers:
             return
         self._clock += seconds
-        predicted = self._costs.step.of_table(num_sequences)
-        rests = not self._looked and self._pace.rests(num_sequences)
+        predicted = self.costs.step.of_table(num_sequences)
+        rests = not self._looked and self.pace.rests(num_sequences)
         if rests or has_paused or not self._is_comparable(step):
-            self._pace.go_on(num_sequences, predicted, seconds)
+            self.pace.go_on(num_sequences, predicted, seconds)
         elif not self._looked:
-            self._costs.step.learn(step.num_tokens, seconds)
-            self._pace.learn_plain(num_sequences, predicted, seconds)
+            self.costs.step.learn(step.num_tokens, seconds)
+            self.pace.learn_plain(num_sequences, predicted, seconds)
         else:
-            self._costs.step.learn(step.num_tokens, seconds)
+            self.costs.step.learn(step.num_tokens, seconds)
             num_tokens = sum(map(len, output.token_ids.values()))
             num_with_drafts = sum(1 for item in step.scheduled if item.draft_token_ids)
             self._clock += self._looking_seconds
             of_proposers = self._looking_seconds, num_with_drafts, self._is_catching_up and not num_with_drafts
             self._looking_seconds = 0.0
-            self._pace.learn_drafted(num_sequences, num_tokens, predicted, seconds, *of_proposers)
+            self.pace.learn_drafted(num_sequences, num_tokens, predicted, seconds, *of_proposers)
 
     def _is_comparable(self, step: StepInput) -> bool:
         """Returns whether every row of a step draws a token, and drafts are there only if this chain was asked. Forced
@@ -232,7 +232,7 @@ class ProposerChain:
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
         """Adds drafts for the next step to a step's output."""
-        if self._costs is None:
+        if self.costs is None:
             self._propose(step, output, self.proposers)
             return
         if self._untried:
@@ -241,7 +241,7 @@ class ProposerChain:
         if self._looked or self._predicted:
             self._learn(step, output)
         if num_sequences:
-            looked, self._looked = self._looked, bool(self.proposers) and self._pace.drafts(num_sequences)
+            looked, self._looked = self._looked, bool(self.proposers) and self.pace.drafts(num_sequences)
             if looked and not self._looked:
                 self._rest()
             elif self._looked and not looked:
@@ -286,20 +286,20 @@ class ProposerChain:
                 requests = [each for each in requests if each.sequence_id not in proposals]
 
     def _ask(self, proposer: Proposer, asked: list[DraftRequest], load: Load) -> dict[int, list[int]]:
-        if self._costs is None:
+        if self.costs is None:
             return proposer.propose(asked)
-        draft_cost = self._costs.drafts.get(proposer.name)
+        draft_cost = self.costs.drafts.get(proposer.name)
         if draft_cost is None:
-            return self._trimmed(proposer, asked, load, self._costs.step)
+            return self._trimmed(proposer, asked, load, self.costs.step)
         record = self._records[proposer.name]
         acceptance = record.means(each.sequence_id for each in asked)
         limits = np.array([each.count for each in asked])
-        counts = choose_lengths(acceptance, limits, load, self._costs.step, draft_cost)
+        counts = choose_lengths(acceptance, limits, load, self.costs.step, draft_cost)
         trials = self._trials[proposer.name]
         trials.pays = bool(counts.any())
         if not trials.pays:
-            counts = self._trial_counts(trials, limits, load, self._costs.step, draft_cost)
-        most_context = None if trials.pays and self._pace.is_proven(len(asked)) else TRIAL_CONTEXT
+            counts = self._trial_counts(trials, limits, load, self.costs.step, draft_cost)
+        most_context = None if trials.pays and self.pace.is_proven(len(asked)) else TRIAL_CONTEXT
         chosen = [
             dataclasses.replace(each, count=int(count), most_context=most_context)
             for each, count in zip(asked, counts, strict=True)
@@ -320,7 +320,7 @@ class ProposerChain:
         load.add(proposals, record)
         self._is_catching_up |= not proposals
         if not trials.pays:
-            step = self._costs.step
+            step = self.costs.step
             extra = seconds + upkeep_seconds + step.of(load.num_tokens) - step.of(num_tokens)
             trials.spend(extra, self._clock, MOST_LOSS * step.of_table(len(asked)), bool(proposals))
         return proposals

@@ -94,7 +94,7 @@ def engine(num_blocks: int, overlap: str) -> Engine:
     )
     if overlap == "rests":
         chain = speculative_worker_of(one).chain
-        chain._pace, chain._costs = TakingTurns(), Costs(StepCost([(1, 1.0), (128, 1.0)]), {})
+        chain.pace, chain.costs = TakingTurns(), Costs(StepCost([(1, 1.0), (128, 1.0)]), {})
     one.warm_up()  # what `resolved` proves is proven by one engine for all
     return one
 

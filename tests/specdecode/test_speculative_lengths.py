@@ -177,7 +177,7 @@ def test_an_adaptive_engine_keeps_only_good_drafts() -> None:
     for every in (1000, 1):
         engine = make_engine("llama", speculative=SpeculativeConfig(proposers=("ngram",)))
         chain = speculative_worker_of(engine).chain
-        chain._costs = chain._costs._replace(step=StepCost([(1, 1.0), (128, 5.0)]))
+        chain.costs = chain.costs._replace(step=StepCost([(1, 1.0), (128, 5.0)]))
         chain.observe = lambda *_: None  # this machine's own times do not matter here
         ask_oracle(engine, texts, every)
         counts = watch(engine)
