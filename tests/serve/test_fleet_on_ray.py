@@ -1,10 +1,12 @@
 """Three models of different families at one address on an own Ray: one is killed, updated, unloaded, removed, one is
 added and one fails to load, all under load. The streams of another one, each longer than an ingress's grace period,
-have the same text as before, from the same processes. What was changed outlives the loader and Serve's controller.
+have the same text as before, from the same processes. What was changed outlives the loader and Serve's controller. A
+hot model uses all its engines.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import pathlib
 import threading
@@ -33,6 +35,8 @@ LONG = {"max_tokens": 6000}
 """The length of the streams that nothing may touch."""
 DRAIN_S = 0.5
 """The grace period of an ingress, `drain_timeout_s`."""
+HOT, NUM_AT_ONCE = "gpt_neox", 8
+"""The model with two engines, and its streams at the same time."""
 SIZES = {"llama": {"max_position_embeddings": 8192}}
 
 
@@ -40,7 +44,7 @@ def served(family: str) -> ServedModel:
     engine = EngineConfig(
         model=str(checkpoint(family, **SIZES.get(family, {}))), dtype="float32", kv_cache_bytes=8 << 20
     )
-    return ServedModel(name=family, engine=engine)
+    return ServedModel(name=family, engine=engine, num_engine_replicas=2 if family == HOT else 1)
 
 
 class Deployed:
@@ -139,6 +143,18 @@ def deployed(root: pathlib.Path) -> Iterator[Deployed]:
         yield Deployed(root)
     finally:
         app.stop()
+
+
+def test_a_hot_model_is_not_pinned_to_one_engine(deployed: Deployed) -> None:
+    with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+
+        def are_all_used() -> bool:
+            texts = set(threads.map(deployed.text, [HOT] * NUM_AT_ONCE))
+            assert len(texts) == 1
+            engines = httpx.get(f"{deployed.url}/status", timeout=PATIENCE_S).json()["engines"]
+            return sum(each["model"] == HOT and each["requests_per_s"] > 0 for each in engines) == 2
+
+        wait_until(are_all_used)
 
 
 def test_one_models_faults_and_changes_reach_no_other(
