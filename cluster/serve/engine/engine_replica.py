@@ -72,9 +72,9 @@ CONSTRAINTS_START_S = 30.0
 """Seconds that the compiler of constraints and the grammar workers may take to start before the engine serves without
 them.
 """
-FIRST_REQUEST_S = 10.0
-"""Seconds after its start for which an engine that requests wait for prepares no constraints before its first request.
-Serve checks the health of a new replica twice within milliseconds, and what begins then would hold that request up.
+QUIET_CHECKS = 10
+"""Checks of its health, about a second apart, in which an engine that requests wait for prepares no constraints before
+its first request. Serve makes the first two within milliseconds, and what begins then would hold that request up.
 """
 START_POLL_S = 0.02
 """Seconds between two looks whether a grammar worker has started."""
@@ -162,8 +162,8 @@ class EngineReplica:
         """Calls of `generate` and `generate_group` that have not returned."""
         self._beating: asyncio.Task[None] | None = None
         self._is_warm = False
-        self._quiet_until = time.monotonic() + FIRST_REQUEST_S
-        """Time before which an engine that requests wait for prepares no constraints; 0 once one has come."""
+        self._num_quiet_checks = QUIET_CHECKS
+        """Checks of health that are left until constraints are prepared although no request has come."""
         if not is_awaited:
             self._warm_up(has_siblings())
         self._phases.end(WARM_UP)
@@ -215,7 +215,7 @@ class EngineReplica:
 
     async def _run(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
         self._loop = asyncio.get_running_loop()
-        self._quiet_until = 0.0
+        self._num_quiet_checks = 0
         if self._thread.failure is not None:
             raise EngineFailed(self._thread.failure)
         await self._sender.connect(address)
@@ -399,8 +399,10 @@ class EngineReplica:
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
             say("{}", start_line(self._phases.seconds), flush=True)
-        elif not self._is_warm and not self._calls and time.monotonic() >= self._quiet_until:
-            self._warm_up(others_serve=False)
+        elif not self._is_warm and not self._calls:
+            self._num_quiet_checks -= 1
+            if self._num_quiet_checks < 0:
+                self._warm_up(others_serve=False)
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
         if self._adapters is not None:
