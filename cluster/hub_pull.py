@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -141,9 +141,7 @@ def download(order: PullOrder, tell: Callable[[PullLine], None]) -> None:
 
     client = type(get_session())
     hooks = {"request": [check]}  # each redirect is a request
-    huggingface_hub.set_client_factory(
-        lambda: client(event_hooks=hooks, follow_redirects=True, timeout=HUB_TIMEOUT_S)  # type: ignore[arg-type]
-    )
+    huggingface_hub.set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=HUB_TIMEOUT_S))
     hub = huggingface_hub.HfApi()
     name, _, revision = order.hub_id.partition("@")
     commit = hub.model_info(name, revision=revision or "main").sha
@@ -154,7 +152,7 @@ def download(order: PullOrder, tell: Callable[[PullLine], None]) -> None:
     tell(PullLine("pulling manifest"))
     progress = _Progress(PullLine(f"pulling {order.hub_id}", commit, total, 0), tell)
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class Bar(tqdm):
         def update(self, count: float | None = 1) -> bool | None:
             progress.add(int(count or 0))
             return None
@@ -172,7 +170,7 @@ def _asks(host: str) -> str:
     return f"the hub sends the download to {host}, which is none of pull_hosts"
 
 
-def _sizes(entries: Iterator[Any]) -> dict[str, int]:
+def _sizes(entries: Iterable[Any]) -> dict[str, int]:
     """Returns the bytes of each file that is served, by its path."""
     sizes: dict[str, int] = {}
     for entry in entries:
