@@ -80,8 +80,9 @@ def _round(url: str, stays_s: float = 0.0) -> Round:
     started = time.perf_counter()
     _ask(f"{url}/v1/completions", body)
     seconds = time.perf_counter() - started
-    (engine,) = json.loads(_ask(f"{url}/status"))["engines"]
-    phases: dict[str, float] = engine["start_seconds"]
+    while not (engines := json.loads(_ask(f"{url}/status"))["engines"]):  # it did not answer in time
+        time.sleep(0.1)
+    phases: dict[str, float] = engines[0]["start_seconds"]
     time.sleep(stays_s)
     _ask(f"{url}/models/unload", {"model": "model"})
     deadline = time.monotonic() + PATIENCE_S
