@@ -39,6 +39,10 @@ class Announcement(msgspec.Struct, frozen=True):
     """Whether the loader of the address has deployed the engines (`loader.py`), and not an operator."""
 
 
+# msgspec (0.22) describes a type when it is first used. Two threads that do so at the same time end the process.
+msgspec.json.Decoder(Announcement)
+
+
 class FoundModel(msgspec.Struct, frozen=True):
     """One model of an address."""
 
