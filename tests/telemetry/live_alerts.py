@@ -8,7 +8,6 @@ interrupted goes on after the last fault that was done with the same sources.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import pathlib
 import sys
@@ -173,6 +172,18 @@ def write(outcomes: Sequence[Outcome], folder: pathlib.Path, patience_s: float) 
     return path
 
 
+def run(names: Sequence[str], record: Record, folder: pathlib.Path, patience_s: float) -> None:
+    """Does the faults in turn, and writes what comes of each at once. Raises `Impossible` where none can be done."""
+    if not names:
+        return
+    with served() as world:
+        for name in names:
+            found = outcome(name, world, patience_s)
+            record.add(found)
+            write(record.outcomes(), folder, patience_s)
+            print(f"{name}: {found.seconds:.0f} s", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where an alert that a fault must raise did not fire or did not clear."""
     parser = argparse.ArgumentParser(prog="make alerts", description="Which alerts fire and clear under faults.")
@@ -183,14 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = Record(ROOT / ".prove" / f"alerts-{source_key(ROOT)}.jsonl")
     names = options.fault or [name for name in FAULTS if not record.has(name)]
     try:
-        with interrupted_once(), contextlib.ExitStack() as stack:
-            world = stack.enter_context(served()) if names else None
-            for name in names:
-                assert world is not None
-                found = outcome(name, world, options.patience)
-                record.add(found)
-                write(record.outcomes(), options.folder, options.patience)
-                print(f"{name}: {found.seconds:.0f} s", file=sys.stderr, flush=True)
+        with interrupted_once():
+            run(names, record, options.folder, options.patience)
     except Impossible as error:
         print(f"make alerts: {error}", file=sys.stderr)
         return 1
