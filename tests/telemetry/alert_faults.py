@@ -32,6 +32,8 @@ LEAST_RANGE_S = 4 * SCRAPE_S
 """Shortest range over which a rate is taken: a few scrapes."""
 UNIT_S = {"s": 1, "m": 60, "h": 3600}
 DISK_BYTES = 128 * 1024
+HEALTH_BOUND_S = 5
+"""Seconds without progress that the server takes for a standstill: less than a hanging rank costs."""
 ENGINE, INGRESS = "ray::ServeReplica:manta:engine", "ray::ServeReplica:manta:ingress"
 RANK, GRAMMAR_ACTOR = "ray::RankActor", "ray::GrammarActor"
 COMPILER = "manta.structured.compiling.compile_process"
@@ -211,7 +213,7 @@ FAULTS = {
     "the engine is killed again and again": Fault(kill_engine, {"MantaNoEngine", "MantaEngineMissing"}),
     "the engine is stopped": Fault(stop_engine, {"MantaNoEngine", "MantaEngineMissing"}),
     "the ingress is stopped": Fault(stop_ingress, {"MantaDown"}),
-    "a rank hangs again and again": Fault(hang_rank, {"MantaRanksRestart"}),
+    "a rank hangs again and again": Fault(hang_rank, {"MantaRanksRestart", "MantaNoProgress"}),
     "the queue is full": Fault(fill_queue, {"MantaQueueNearlyFull", "MantaRefusesRequests"}),
     "grammar actors are killed again and again": Fault(kill_grammar_actors, {"MantaGrammarTimeouts"}),
     "compile processes are killed as they start": Fault(kill_compilers, {"MantaNoGrammarCompiler"}),
@@ -231,7 +233,7 @@ def served() -> Iterator[World]:
     settings = [f"engine.{name}={value}" for name, value in options.items()]
     with contextlib.ExitStack() as stack:
         disk, is_small = stack.enter_context(small_disk(DISK_BYTES))
-        server = Server(*settings, f"batch_storage={disk}")
+        server = Server(*settings, f"batch_storage={disk}", f"health_bound_s={HEALTH_BOUND_S}")
         stack.callback(server.stop)
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prometheus = Prometheus(folder, _configuration(folder, server.port))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import importlib
 import json
 import math
 import pathlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import promql_parser as promql
@@ -249,6 +251,39 @@ def test_a_panel_has_the_unit_of_what_it_shows(place: str, exposed: Exposed) -> 
     assert unit in (*UNITS, *OTHER_UNITS)
     for known, word in UNITS.items():
         assert (unit == known) == bool(re.search(rf"[:_]{word}(_|$)", first.name))
+
+
+@pytest.fixture(scope="module")
+def read_by_grafana() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Reads a dashboard into Grafana's own types, and returns what they have kept of it. `pip install
+    grafana-foundation-sdk` brings them.
+    """
+    types = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    encoder = importlib.import_module("grafana_foundation_sdk.cog.encoder").JSONEncoder()
+    importlib.import_module("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    return lambda dashboard: json.loads(encoder.encode(types.Dashboard.from_json(dashboard)))
+
+
+def unknown(ours: Any, kept: Any, place: str = "") -> list[str]:
+    """Returns where a dashboard has something that was not kept."""
+    if isinstance(ours, dict) and isinstance(kept, dict):
+        return [each for name, value in ours.items() for each in unknown(value, kept.get(name), f"{place}/{name}")]
+    if isinstance(ours, list) and isinstance(kept, list) and len(ours) == len(kept):
+        pairs = enumerate(zip(ours, kept, strict=True))
+        return [each for number, pair in pairs for each in unknown(*pair, f"{place}/{number}")]
+    return [] if ours == kept else [place]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_grafanas_types_keep_every_field(
+    name: str, read_by_grafana: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Grafana ignores what it does not know, so a mistake in a name would go unseen."""
+    dashboard = DASHBOARDS[name]
+    assert unknown(dashboard, read_by_grafana(dashboard)) == []
+    wrong = copy.deepcopy(dashboard)
+    wrong["panels"][0]["fieldConfig"]["defaults"]["units"] = "s"
+    assert unknown(wrong, read_by_grafana(wrong)) == ["/panels/0/fieldConfig/defaults/units"]
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
