@@ -44,7 +44,34 @@ _DEEPSEEK_V4: Renames = (
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
 )
-_FAMILIES: dict[str, Renames] = {r"\.learnable_sink_param$": _HY_V4, r"\.attn_sink$": _DEEPSEEK_V4}
+_INKLING_ENDS: Renames = (
+    (r"^model\.llm\.unembed\.", "lm_head."),
+    (r"^model\.llm\.embed_norm\.", "model.language_model.embed_tokens.embed_norm."),
+    (r"^model\.llm\.embed\.", "model.language_model.embed_tokens."),
+    (r"^model\.llm\.", "model.language_model."),
+    (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.mlp\.experts\.w2_weight$", ".mlp.experts.down_proj"),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+)
+"""Names that Inkling and Inkling 2 have in common. The gates of MLPs and what they let through keep their names, because
+they are one tensor, whose rows alternate.
+"""
+_INKLING: Renames = (
+    *_INKLING_ENDS,
+    (r"\.attn\.w([qkvr])_d[uv]\.", r".self_attn.\1_proj."),
+    (r"\.attn\.wo_ud\.", ".self_attn.o_proj."),
+    (r"\.attn\.([kv])_sconv\.", r".self_attn.\1_sconv.conv1d."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.(attn|mlp)_sconv\.weight$", r".\1_sconv.conv1d.weight"),
+    (r"\.mlp\.w2_md\.", ".mlp.down_proj."),
+    (r"\.shared_w2_weight$", ".down_proj"),
+)
+_FAMILIES: dict[str, Renames] = {
+    r"\.learnable_sink_param$": _HY_V4,
+    r"\.attn_sink$": _DEEPSEEK_V4,
+    r"^model\.llm\..*\.attn\.q_norm\.": _INKLING,
+}
 """The renames of each family by a pattern that only names of its published checkpoints fit."""
 
 

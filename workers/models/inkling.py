@@ -9,7 +9,7 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import FULL, SLIDING, read_dense, trial_layers, with_kinds
-from manta.workers.models.experts import experts, read_dense_layers, read_num_experts
+from manta.workers.models.experts import alternating, experts, read_dense_layers, read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, QueryGrowth
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent_shapes import StateShape
@@ -33,10 +33,8 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw.ignore("number_of_conv_states", "rms_norm_eps_moe_gate")
     raw.ignore("num_mtp_layers", "mtp_local_layer_ids", "chain_hidden_post_norm", "mtp_hidden_states_first")
     raw = _respelled(raw)
-    vocab_size, unpadded = raw["vocab_size"].whole(), raw["unpadded_vocab_size"]
-    if unpadded.whole(vocab_size) < vocab_size:
-        raise unpadded.refused("left out, or at least vocab_size")
     config = read_dense(raw, _HEAD_DIM, kv_heads=(raw["num_key_value_heads"].whole(8), raw["head_dim"].even(_HEAD_DIM)))
+    config = without_padding(raw, config)
     for key, own in (("swa_num_attention_heads", config.num_heads), ("swa_head_dim", config.head_dim)):
         raw[key].whole(own, least=own, most=own)
     num_kv_heads = {FULL: config.num_kv_heads, SLIDING: raw["swa_num_key_value_heads"].whole(16)}
@@ -61,6 +59,26 @@ def read_config(raw: RawConfig) -> ModelConfig:
         experts=_read_experts(raw, config),
         num_trial_layers=max(config.num_trial_layers, _first_layers(raw, kinds)),
     )
+
+
+def without_padding(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    """Returns the model without the tokens from `unpadded_vocab_size` on, which only fill up its tables."""
+    vocab_size = config.vocab_size
+    unpadded = raw["unpadded_vocab_size"].whole(vocab_size, most=vocab_size)
+    num_stored = None if unpadded == vocab_size else vocab_size
+    return msgspec.structs.replace(config, vocab_size=unpadded, num_stored_tokens=num_stored)
+
+
+def decoder(config: ModelConfig, layers: list[LayerSpec]) -> DecoderSpec:
+    """Returns a whole model with these layers, whose embeddings have a norm and whose tables may have more rows than
+    there are tokens.
+    """
+    spec = llama.decoder(config, layers)
+    embedding = spec.embedding._replace(stored_rows=config.num_stored_tokens)
+    (head,) = spec.head.parts
+    head = embedding if spec.is_tied else head._replace(stored_rows=config.num_stored_tokens)
+    norm = NormSpec("model.embed_tokens.embed_norm", config.hidden_size)
+    return spec._replace(embedding=embedding, head=spec.head._replace(parts=(head,)), embedding_norm=norm)
 
 
 def _respelled(raw: RawConfig) -> RawConfig:
@@ -122,8 +140,7 @@ def _read_experts(raw: RawConfig, config: ModelConfig) -> ExpertsConfig:
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    spec = llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
-    return spec._replace(embedding_norm=NormSpec("model.embed_tokens.embed_norm", config.hidden_size))
+    return decoder(config, [_layer(config, index) for index in range(config.num_layers)])
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
@@ -132,16 +149,18 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     is_dense = index in sizes.dense_layers
     return usual._replace(
         mixer=_attention(config, index, f"{prefix}.self_attn"),
-        mlp=usual.mlp if is_dense else _experts(config, sizes, f"{prefix}.mlp"),
+        mlp=alternating(llama.mlp(config, f"{prefix}.mlp"), f"{prefix}.mlp.w13_dn")
+        if is_dense
+        else _experts(config, sizes, f"{prefix}.mlp"),
         mlp_scale=f"{prefix}.mlp.global_scale" if is_dense else f"{prefix}.mlp.gate.global_scale",
         convolutions=(
-            _filter(config, f"{prefix}.attn_sconv", config.hidden_size, Split.NOTHING),
-            _filter(config, f"{prefix}.mlp_sconv", config.hidden_size, Split.NOTHING),
+            filter_of(config, f"{prefix}.attn_sconv", config.hidden_size, Split.NOTHING),
+            filter_of(config, f"{prefix}.mlp_sconv", config.hidden_size, Split.NOTHING),
         ),
     )
 
 
-def _filter(config: ModelConfig, prefix: str, channels: int, split: Split) -> TensorSpec:
+def filter_of(config: ModelConfig, prefix: str, channels: int, split: Split) -> TensorSpec:
     return TensorSpec(f"{prefix}.conv1d.weight", (channels, 1, config.conv_width), split)
 
 
@@ -162,8 +181,8 @@ def _attention(config: ModelConfig, index: int, prefix: str) -> AttentionSpec:
         q_norm=NormSpec(f"{prefix}.q_norm", heads.head_dim),
         k_norm=NormSpec(f"{prefix}.k_norm", heads.head_dim),
         convolutions=(
-            _filter(config, f"{prefix}.k_sconv", channels, Split.KV_HEADS),
-            _filter(config, f"{prefix}.v_sconv", channels, Split.KV_HEADS),
+            filter_of(config, f"{prefix}.k_sconv", channels, Split.KV_HEADS),
+            filter_of(config, f"{prefix}.v_sconv", channels, Split.KV_HEADS),
         ),
         distances=DistanceSpec(
             LinearSpec((numbers,), hidden), TensorSpec(f"{prefix}.rel_logits_proj.proj", profiles, Split.NOTHING)
@@ -176,7 +195,10 @@ def _experts(config: ModelConfig, sizes: ExpertsConfig, prefix: str) -> ExpertsS
     num_shared = sizes.num_always_chosen
     usual = experts(config, prefix, are_stacked=True, choice_bias="gate.e_score_correction_bias")
     num_routed = sizes.num_experts - num_shared
-    routed = tuple(_among(expert, num_routed) for expert in usual.experts[:num_routed])
+    routed = tuple(
+        alternating(_among(expert, num_routed), f"{prefix}.experts.w13_weight", ExpertRows(index, num_routed))
+        for index, expert in enumerate(usual.experts[:num_routed])
+    )
     shared = tuple(_shared(config, f"{prefix}.shared_experts", expert, num_shared) for expert in range(num_shared))
     return usual._replace(experts=(*routed, *shared))
 
@@ -199,6 +221,7 @@ def _shared(config: ModelConfig, prefix: str, expert: int, num_shared: int) -> G
         llama.mlp(config, prefix, config.experts.intermediate_size),
         ExpertRows(expert, num_shared, are_rows=True),
     )
-    return GatedMlpSpec(
+    stacked = GatedMlpSpec(
         *(linear._replace(parts=tuple(part._replace(expert=place) for part in linear.parts)) for linear in usual)
     )
+    return alternating(stacked, f"{prefix}.shared_w13_weight", place)

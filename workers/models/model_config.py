@@ -308,6 +308,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `workers/models/` describes its family. Otherwise transformers' own model code runs it."""
     vocab_size: int
     """Width of the logits: rows of the head including padding, so it may exceed the tokenizer's vocabulary."""
+    num_stored_tokens: int | None = None
+    """Rows of the stored embedding and head, if only the first `vocab_size` ones count (Inkling)."""
     hidden_size: int
     num_layers: int
     num_heads: int

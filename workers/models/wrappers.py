@@ -45,6 +45,7 @@ WRAPPERS = {
     "GraniteSpeechPlusForConditionalGeneration": Wrapper("granite"),
     "Idefics2ForConditionalGeneration": Wrapper("mistral"),
     "Idefics3ForConditionalGeneration": Wrapper("llama"),
+    "InklingForConditionalGeneration": Wrapper("inkling_text"),
     "InternVLChatModel": Wrapper("llama", ("llm_config",)),
     "InternVLForConditionalGeneration": Wrapper("qwen2"),
     "JanusForConditionalGeneration": Wrapper("llama"),
@@ -96,6 +97,8 @@ DECODERS = {"Emu3ForCausalLM": "emu3_text_model", "Gemma4UnifiedForCausalLM": "g
 """Architectures of text decoders alone that compute as a native family under another name, and the `model_type` of
 their configurations.
 """
+_CLASSIFIERS = ("shieldgemma2",)
+"""Values of `model_type` of classifiers that may name the architecture of a wrapper."""
 _DTYPES = ("dtype", "torch_dtype")
 """Keys of the dtype, which may stand beside the text decoder's configuration instead of in it."""
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -126,7 +129,7 @@ def text_decoder(raw: RawConfig) -> tuple[str, RawConfig] | None:
     wrapper, or if its decoder has no native form.
     """
     wrapper = WRAPPERS.get(raw.architecture or "")
-    if wrapper is None:
+    if wrapper is None or raw["model_type"].value in _CLASSIFIERS:
         return None
     text = raw
     if not (wrapper.may_be_flat and raw[wrapper.path[0]].value is None):
