@@ -54,8 +54,8 @@ _INKLING_ENDS: Renames = (
     (r"\.mlp_norm\.", ".post_attention_layernorm."),
     (r"\.attn_norm\.", ".input_layernorm."),
 )
-"""Names that Inkling and Inkling 2 have in common. The gates of MLPs and what they let through keep their names, because
-they are one tensor, whose rows alternate.
+"""Names that Inkling and Inkling 2 have in common. The gates of MLPs and what they let through keep their names: they
+are one tensor, whose rows alternate.
 """
 _INKLING: Renames = (
     *_INKLING_ENDS,
@@ -67,7 +67,29 @@ _INKLING: Renames = (
     (r"\.mlp\.w2_md\.", ".mlp.down_proj."),
     (r"\.shared_w2_weight$", ".down_proj"),
 )
+_MISTRAL_LARGE_4: Renames = (
+    (r"^tok_embeddings\.", "model.language_model.embed_tokens."),
+    (r"^lerope\.alpha$", "model.language_model.rotary_emb.alpha"),
+    (r"^(layers|norm)\.", r"model.language_model.\1."),
+    (r"^output\.", "lm_head."),
+    (r"\.attention\.wq\.", ".attention.q_proj."),
+    (r"\.attention\.wo\.", ".attention.o_proj."),
+    (r"\.attention\.wkv_a_with_mqa\.", ".attention.kv_a_proj_with_mqa."),
+    (r"\.attention\.wkv_b\.", ".attention.kv_b_proj."),
+    (r"\.attention\.kv_a_norm\.", ".attention.kv_a_layernorm."),
+    (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
+    (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"\.(gate|experts|shared_experts)\.", r".mlp.\1."),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+)
 _FAMILIES: dict[str, Renames] = {
+    r"^lerope\.alpha$": _MISTRAL_LARGE_4,
     r"\.learnable_sink_param$": _HY_V4,
     r"\.attn_sink$": _DEEPSEEK_V4,
     r"^model\.llm\..*\.attn\.q_norm\.": _INKLING,

@@ -587,6 +587,7 @@ class Decoder:
             rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
             widths = [self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)]
             kinds = list(zip(self.config.ropes, widths, strict=True))
-            tables = {kind: torch.from_numpy(rope_table(*kind, rows)).to(device) for kind in set(kinds)}
+            factors = None if self.weights.rope_factors is None else self.weights.rope_factors.cpu().numpy()
+            tables = {kind: torch.from_numpy(rope_table(*kind, rows, factors)).to(device) for kind in set(kinds)}
             self._tables = [tables[kind] for kind in kinds]
         return self._tables

@@ -189,6 +189,14 @@ class RecurrentWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class GrowthWeights:
+    """The weights of `GrowthSpec`, float32 [num_heads]."""
+
+    rate: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class IndexerWeights:
     """The weights of `IndexerSpec`."""
 
@@ -200,6 +208,13 @@ class IndexerWeights:
     key_bias: torch.Tensor
     shares: Linear
     """hidden -> num_heads, in float32."""
+    query_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 [hidden], factors and biases of the norm of hidden states of which queries are made; None if these are
+    made of their latent vector.
+    """
+    growth: GrowthWeights | None = None
+    place: int = 0
+    """The place of its key among those that are cached beside one latent vector."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -212,7 +227,8 @@ class LatentAttentionWeights:
     inputs: Linear
     query_norm: torch.Tensor | None
     queries: Linear | None
-    latent_norm: torch.Tensor
+    latent_norm: torch.Tensor | None
+    """None if latent vectors are those of an earlier layer."""
     keys: torch.Tensor
     """[num_heads, plain_dim, head_dim]: from a head's unrotated query to a query of cached tokens."""
     values: torch.Tensor
@@ -228,6 +244,8 @@ class LatentAttentionWeights:
     """float32 [num_heads]; None in families without attention sinks."""
     key_norm: torch.Tensor | None = None
     """[rope_dim], of the rotated key before its rotation; None in families without."""
+    growth: GrowthWeights | None = None
+    """Factors on the queries of each head; None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -535,6 +553,8 @@ class DecoderWeights:
     final_gate: NormGateWeights | None = None
     embedding_norm: torch.Tensor | None = None
     gathering: ConnectionWeights | None = None
+    rope_factors: torch.Tensor | None = None
+    """float32 [rope_dim / 2], on the angles of each pair of dimensions; None for none."""
 
     @property
     def dtype(self) -> torch.dtype:

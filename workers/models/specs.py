@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from manta.workers.models.block_indexer import BlockIndexerSpec
 from manta.workers.models.compressed_specs import CompressedAttentionSpec
-from manta.workers.models.model_config import IndexerShape, LatentShape
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.ngrams import NgramSpec
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import ConnectionSpec, LinearSpec, NormSpec, Split, TensorSpec, WeightPart
@@ -132,74 +132,6 @@ class RecurrentSpec(NamedTuple):
     def tensors(self) -> Iterator[TensorSpec]:
         for pieces in self.pieces.values():
             yield from pieces
-
-
-class IndexerSpec(NamedTuple):
-    """The part of latent attention that chooses tokens, whose sizes are in `shape`. Each rank has all of it."""
-
-    shape: IndexerShape
-    queries: LinearSpec
-    """The linear from the queries' latent vector to the queries of all of its heads."""
-    keys: LinearSpec
-    """The linear from hidden states to the key."""
-    key_norm: NormSpec
-    key_bias: TensorSpec
-    """[head_dim]: what is added to the normed key."""
-    shares: LinearSpec
-    """The linear from hidden states to a number for each head."""
-
-    def linears(self) -> Iterator[LinearSpec]:
-        yield from (self.queries, self.keys, self.shares)
-
-
-class LatentAttentionSpec(NamedTuple):
-    """Latent attention. Ranks split the heads. Each has the whole latent vector."""
-
-    shape: LatentShape
-    """The sizes of this layer's attention."""
-    head_dim: int
-    """Width of a cached token (`ModelConfig.latent`)."""
-    inputs: LinearSpec
-    """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
-    cached latent vector with the key that rotates.
-    """
-    query_norm: NormSpec | None
-    """The norm of the queries' latent vector; None if there is none."""
-    queries: LinearSpec | None
-    """The linear from the queries' latent vector to the queries of all heads; None if there is none."""
-    latent_norm: NormSpec
-    expansion: LinearSpec
-    """The linear from the cached latent vector to the unrotated keys of all heads, then to their values."""
-    output: LinearSpec
-    indexer: IndexerSpec | None = None
-    """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
-    gate: LinearSpec | None = None
-    """The linear from hidden states to numbers whose sigmoids multiply the heads' values: one for each head (Ling 3),
-    or one for each value (HY 4); None for none.
-    """
-    sinks: str | None = None
-    """The tensor [num_heads] of attention sinks, as those of `AttentionSpec`."""
-    key_norm: NormSpec | None = None
-    """The norm of the key that rotates, before its rotation; None if there is none (dots3.note)."""
-
-    def linears(self) -> Iterator[LinearSpec]:
-        linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
-        yield from (linear for linear in linears if linear is not None)
-        if self.indexer is not None:
-            yield from self.indexer.linears()
-
-    def norms(self) -> Iterator[NormSpec]:
-        if self.query_norm is not None:
-            yield self.query_norm
-        yield self.latent_norm
-        if self.key_norm is not None:
-            yield self.key_norm
-        if self.indexer is not None:
-            yield self.indexer.key_norm
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        if self.indexer is not None:
-            yield self.indexer.key_bias
 
 
 class SideBySideSpec(NamedTuple):
@@ -549,6 +481,8 @@ class DecoderSpec(NamedTuple):
     """The norm of embeddings; None for none."""
     gathering: ConnectionSpec | None = None
     """The shares by which the last norm reads the residual streams of `ModelConfig.connections`."""
+    rope_exponents: TensorSpec | None = None
+    """[rope_dim / 2]: the logarithms of factors on the angles of each pair of dimensions; None for no factors."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""

@@ -138,6 +138,21 @@ TEXT_FAMILIES = {
             }
         },
     ),
+    "mistral_large4_text": TextFamily(
+        "MistralLarge4TextModel",
+        Sizes(204800, 6144, 24576, 72, 64, None, 1048576),
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2048.0,
+                "original_max_position_embeddings": 512,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.0,
+            }
+        },
+    ),
     "mixtral": TextFamily("MixtralForCausalLM", Sizes(32000, 4096, 14336, 32, 32, 8, 131072), {"rope_theta": 1e6}),
     "nemotron_h": TextFamily("NemotronHForCausalLM", Sizes(131072, 4096, None, None, 32, None, None)),
     "olmo2": TextFamily("Olmo2ForCausalLM", Sizes(50304, 4096, 11008, 32, 32, None, 2048)),

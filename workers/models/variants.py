@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 
 from manta.workers.models.families import describe
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.specs import (
@@ -15,7 +16,6 @@ from manta.workers.models.specs import (
     CompressedAttentionSpec,
     DecoderSpec,
     ExpertsSpec,
-    LatentAttentionSpec,
     RecurrentSpec,
     ShortConvSpec,
     SideBySideSpec,

@@ -64,6 +64,7 @@ WRAPPERS = {
     "MiniCPMV4_6ForConditionalGeneration": Wrapper("qwen3_5_text"),
     "MiniCPMV4_7ForConditionalGeneration": Wrapper("qwen3_5_text"),
     "Mistral3ForConditionalGeneration": Wrapper("mistral"),
+    "MistralLarge4ForConditionalGeneration": Wrapper("mistral_large4_text"),
     "MossTranscribeDiarizeForConditionalGeneration": Wrapper("qwen3"),
     "NemotronH_Omni_Reasoning_V3": Wrapper("nemotron_h"),
     "OmniASRForConditionalGeneration": Wrapper("llama"),

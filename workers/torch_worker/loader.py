@@ -56,6 +56,7 @@ from manta.workers.kernels.weights import (
 from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.draft_heads import DraftHeadSpec
 from manta.workers.models.eagle3 import Eagle3Spec
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
@@ -65,7 +66,6 @@ from manta.workers.models.specs import (
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
-    LatentAttentionSpec,
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
@@ -221,8 +221,9 @@ class WeightLoader:
         gate = self._norm_gate(self.spec.final_gate)
         embedding_norm = self._norm(self.spec.embedding_norm)
         gathering = None if self.spec.gathering is None else self._connection(self.spec.gathering)
+        stretch = None if self.spec.rope_exponents is None else exponential(self._tensor(self.spec.rope_exponents))
         return DecoderWeights(
-            embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm, gathering
+            embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm, gathering, stretch
         )
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
