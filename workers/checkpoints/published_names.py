@@ -6,9 +6,9 @@ Plain data and regular expressions; imports no framework.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-Renames = tuple[tuple[str, str], ...]
+Renames = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 """Patterns and what stands for each instead, applied one after the other."""
 
 _HY_V4: Renames = (
@@ -88,7 +88,34 @@ _MISTRAL_LARGE_4: Renames = (
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
 )
+_INKLING_2: Renames = (
+    *_INKLING_ENDS,
+    (r"\.controllers\.attn\.", ".q_message_gate."),
+    (r"\.controllers\.(k|v|mlp)\.", r".\1_message_gate."),
+    (r"_gate\.down_weight$", "_gate.down_proj.weight"),
+    (r"_gate\.gain_weight$", "_gate.message_gate_proj.weight"),
+    (r"_gate\.forget_weight$", "_gate.forget_gate_proj.weight"),
+    (r"\.attn\.w([qkv])_d[uv]\.", r".self_attn.\1_proj.linear."),
+    (r"\.attn\.wo_ud\.", ".self_attn.o_proj.linear."),
+    (r"\.attn\.wr_du\.", ".self_attn.relative_position_bias.linear."),
+    (r"\.attn\.rel_logits_proj\.", ".self_attn.relative_position_bias."),
+    (r"\.attn\.rel_l2_clip\.", ".self_attn.relative_position_bias.norm."),
+    (r"\.attn\.q_l2_clip\.", ".self_attn.q_proj.norm."),
+    (r"\.attn\.gate_attn\.", ".self_attn.o_proj.gate_proj."),
+    (r"\.attn\.attn_sink_proj\.", ".self_attn.sink_proj."),
+    (r"\.attn\.([kv])_sconv\.", r".self_attn.\1_proj.sconv."),
+    (r"\.attn_sconv\.", ".post_attention_convolution."),
+    (r"\.mlp_sconv\.", ".post_mlp_convolution."),
+    (r"(convolution|sconv)\.weight$", r"\1.conv1d.weight"),
+    (r"sconv\.static_w$", "sconv.static_weight"),
+    (r"sconv\.weight_proj$", "sconv.weight_proj.weight"),
+    (r"\.([qkv])_input_norm\.", r".\1_input_layernorm."),
+    (r"attn_res\.attn_queries\.(\d+)$", lambda match: f"layers.{int(match[1]) + 1}.attention_input.query"),
+    (r"attn_res\.mlp_queries\.(\d+)$", r"layers.\1.mlp_input.query"),
+    (r"attn_res\.output_query$", "final_input.query"),
+)
 _FAMILIES: dict[str, Renames] = {
+    r"^model\.llm\..*\.attn\.q_l2_clip\.": _INKLING_2,
     r"^lerope\.alpha$": _MISTRAL_LARGE_4,
     r"\.learnable_sink_param$": _HY_V4,
     r"\.attn_sink$": _DEEPSEEK_V4,

@@ -106,8 +106,8 @@ def attend_latent(
 
 
 def _write_head(weights: LatentAttentionWeights, cached: torch.Tensor, head: torch.Tensor, kernels: Kernels) -> None:
-    """Writes what is cached of tokens, [num_tokens, cached_dim] before its norms, to heads [num_tokens, head_dim], which
-    are zeros where the keys of indexers are.
+    """Writes what is cached of tokens, [num_tokens, cached_dim] before its norms, to heads [num_tokens, head_dim], with
+    zeros where the keys of indexers are.
     """
     shape = weights.shape
     assert weights.latent_norm is not None

@@ -122,6 +122,15 @@ def limited_gate(activation: str, limit: float, gate_up: torch.Tensor) -> torch.
     return gate(activation, torch.cat((gates.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
 
 
+def capped_gate(caps: tuple[float, ...], gate_up: torch.Tensor) -> torch.Tensor:
+    """Computes `silu_and_mul`, in which the gate that its sigmoid multiplies, and what it lets through, have these soft
+    bounds.
+    """
+    gates, up = gate_up.float().chunk(2, dim=-1)
+    bounded, let_through = (cpu_recurrence.cap(each, limit) for each, limit in zip((gates, up), caps, strict=True))
+    return (bounded * cpu_recurrence.sigmoid(gates) * let_through).to(gate_up.dtype)
+
+
 silu_and_mul = functools.partial(gate, "silu")
 
 

@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.block_weights import (
+    BlockEndsWeights,
+    BlockReadsWeights,
+    ClippedAttentionWeights,
+    DistanceWeights,
+)
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.block_indexer import BlockIndexerShape
@@ -49,6 +55,12 @@ class LinearWeight:
     """The function of the gate, by its name in `ModelConfig.activation`."""
     gate_limit: float = 0.0
     """Bound of the gate and of what it lets through (`LinearSpec.gate_limit`); 0 for none."""
+    gate_caps: tuple[float, ...] = ()
+    """Soft bounds of both (`LinearSpec.gate_caps`); empty for none."""
+
+    @property
+    def has_bounds(self) -> bool:
+        return bool(self.gate_limit or self.gate_caps)
 
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
@@ -120,16 +132,6 @@ class BlockIndexerWeights:
     """hidden -> (num_heads + 1) * head_dim: the queries of all heads, then the key."""
     query_norm: torch.Tensor
     key_norm: torch.Tensor
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class DistanceWeights:
-    """The weights of `DistanceSpec`."""
-
-    numbers: Linear
-    """hidden -> num_heads * rank"""
-    profiles: torch.Tensor
-    """float32 [rank, distances]"""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -314,6 +316,7 @@ MixerWeights = (
     AttentionWeights
     | LatentAttentionWeights
     | CompressedAttentionWeights
+    | ClippedAttentionWeights
     | ShortConvWeights
     | RecurrentWeights
     | SideBySideWeights
@@ -537,6 +540,7 @@ class LayerWeights:
     """Factor on the MLP's result."""
     connections: tuple[ConnectionWeights, ...] = ()
     """Those of mixer and MLP; none for one residual stream."""
+    reads: BlockReadsWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -553,6 +557,7 @@ class DecoderWeights:
     final_gate: NormGateWeights | None = None
     embedding_norm: torch.Tensor | None = None
     gathering: ConnectionWeights | None = None
+    blocks: BlockEndsWeights | None = None
     rope_factors: torch.Tensor | None = None
     """float32 [rope_dim / 2], on the angles of each pair of dimensions; None for none."""
 

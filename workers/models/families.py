@@ -33,6 +33,8 @@ from manta.workers.models import (
     granite_hybrid,
     hy_v4,
     inkling,
+    inkling2,
+    inkling2_loop,
     jamba,
     kimi_linear,
     lara_mini,
@@ -164,6 +166,8 @@ _MODULES: tuple[Family, ...] = (
     zaya,
     xlstm,
     inkling,
+    inkling2,
+    inkling2_loop,
     dots3_note,
     rwkv,
 )

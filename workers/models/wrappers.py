@@ -45,6 +45,8 @@ WRAPPERS = {
     "GraniteSpeechPlusForConditionalGeneration": Wrapper("granite"),
     "Idefics2ForConditionalGeneration": Wrapper("mistral"),
     "Idefics3ForConditionalGeneration": Wrapper("llama"),
+    "Inkling2ForConditionalGeneration": Wrapper("inkling2_text"),
+    "Inkling2LoopForConditionalGeneration": Wrapper("inkling2_loop_text"),
     "InklingForConditionalGeneration": Wrapper("inkling_text"),
     "InternVLChatModel": Wrapper("llama", ("llm_config",)),
     "InternVLForConditionalGeneration": Wrapper("qwen2"),

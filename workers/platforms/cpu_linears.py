@@ -32,7 +32,7 @@ _PACK_ROWS = 32
 
 def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
     """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it."""
-    if weight.gated and not weight.gate_limit:
+    if weight.gated and not weight.has_bounds:
         return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation)
     if weight.gated:
         return GatedLinear(make_cpu_linear(weight.dense(), weight.bias, place), _gate(weight))
@@ -65,7 +65,7 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
         assert weight.rounded_to is not None
         shape = rounded_shape(weight.weight, weight.rounded_to)
     pack = functools.partial(cpu_quantized_linear.pack, shape, weight.bias, weight.dtype, place=place, fill=read)
-    has_silu = weight.gated and weight.activation == "silu" and not weight.gate_limit
+    has_silu = weight.gated and weight.activation == "silu" and not weight.has_bounds
     gated = pack(gated=True) if has_silu else None
     if gated is not None:
         return gated
@@ -79,6 +79,8 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
 
 def _gate(weight: LinearWeight) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the function of gates and what they let through, one after the other."""
+    if weight.gate_caps:
+        return functools.partial(cpu.capped_gate, weight.gate_caps)
     if weight.gate_limit:
         return functools.partial(cpu.limited_gate, weight.activation, weight.gate_limit)
     return functools.partial(cpu.gate, weight.activation)
