@@ -207,6 +207,7 @@ SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
     "inkling": {"logits_mup_width_multiplier": 1.0},
+    "inkling2": {"final_logit_softcapping": 1000.0},
     "cohere2": {"logit_scale": 1.0},
     "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
@@ -313,6 +314,19 @@ def rewritten(
         ("inkling", "gate.global_scale"),
         ("inkling", "shared_experts.down_proj"),
         ("inkling", "e_score_correction_bias"),
+        ("inkling2", "attn_sink_proj"),
+        ("inkling2", "gate_attn"),
+        ("inkling2", "q_l2_clip"),
+        ("inkling2", "rel_l2_clip"),
+        ("inkling2", "k_sconv.static_w"),
+        ("inkling2", "v_sconv.weight_proj"),
+        ("inkling2", "attn_res.attn_queries"),
+        ("inkling2", "attn_res.mlp_queries"),
+        ("inkling2", "attn_res.output_query"),
+        ("inkling2", "q_input_norm"),
+        ("inkling2_loop", "controllers.k"),
+        ("inkling2_loop", "controllers.mlp"),
+        ("inkling2_loop", "cross_pass_kv_queries"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),
@@ -480,10 +494,13 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
 
 
 SPARSE = "attention to tokens that an indexer chooses"
+BIASES = "biases by the distance of tokens, convolutions of keys, values and results"
+BOUNDED_GATES = "experts whose gates are bounded"
 NOT_ON_DEVICES = {
     "cuda": {
         **dict.fromkeys(SPARSE_CASES, SPARSE),
-        "inkling": "biases by the distance of tokens, convolutions of keys, values and results",
+        "inkling": BIASES,
+        **dict.fromkeys(("inkling2", "inkling2_loop"), f"{BIASES}, {BOUNDED_GATES}, layers that read blocks of layers"),
         "longcat_flash": "experts that return what they get",
         "qwen4_exp": f"{SPARSE}, rows of tables of n-grams",
         "rwkv": "channel mixing, time mixing",
@@ -501,7 +518,8 @@ NOT_ON_DEVICES = {
         "gemma4, experts": "experts beside an MLP",
         "longcat_flash": "experts that return what they get, experts whose result is added a layer later",
         "mimo_v2": "heads that differ by layer",
-        "inkling": "biases by the distance of tokens, convolutions of keys, values and results, heads that differ",
+        "inkling": f"{BIASES}, heads that differ",
+        **dict.fromkeys(("inkling2", "inkling2_loop"), f"{BIASES}, {BOUNDED_GATES}, .*layers that read blocks"),
         "qwen4_exp": f"{SPARSE}, gates on the results of norms, rows of tables of n-grams, several residual streams",
         "minimax": "lightning attention, norms that replace the residual stream",
         "recurrent_gemma": "real-gated linear recurrent units",

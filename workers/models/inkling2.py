@@ -1,6 +1,6 @@
-"""Inkling 2 (Thinking Machines, 2026), its text decoder: Inkling's layers, whose queries and keys have a bounded length,
-whose values have a norm, and whose parts read means of blocks of layers instead of a residual stream. Layers without a
-window make queries, keys and values of different means, and their convolutions have taps that depend on the token.
+"""Inkling 2 (Thinking Machines, 2026), its text decoder: Inkling's layers, whose queries and keys have a bounded
+length, whose values have a norm, and whose parts read means of blocks of layers instead of a residual stream. Layers
+without a window make queries, keys and values of different means, and convolve with taps that depend on the token.
 """
 
 from __future__ import annotations
@@ -96,20 +96,21 @@ def _layer(config: ModelConfig, shape: InklingShape, place: int) -> LayerSpec:
     prefix, hidden = f"model.layers.{index}", config.hidden_size
     return LayerSpec(
         input_norm=None,
-        mixer=_attention(config, shape, index, f"{prefix}.self_attn"),
+        mixer=_attention(config, shape, place, f"{prefix}.self_attn"),
         mlp_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
         mlp=_experts(config, shape, f"{prefix}.mlp"),
         convolutions=(
             filter_of(config, f"{prefix}.post_attention_convolution", hidden, Split.NOTHING),
             filter_of(config, f"{prefix}.post_mlp_convolution", hidden, Split.NOTHING),
         ),
-        reads=_reads(config, shape, index, prefix),
+        reads=_reads(config, shape, place, prefix),
         repeats=index if number_of_pass else None,
     )
 
 
-def _reads(config: ModelConfig, shape: InklingShape, index: int, prefix: str) -> BlockReadsSpec:
-    hidden, has_window = config.hidden_size, config.sliding_windows[index] is not None
+def _reads(config: ModelConfig, shape: InklingShape, place: int, prefix: str) -> BlockReadsSpec:
+    hidden, has_window = config.hidden_size, config.sliding_windows[place] is not None
+    index, _ = shape.layer_at(place)
     sizes = (hidden,) if has_window else (3, hidden)
     norms = ("input_layernorm",) if has_window else tuple(f"{name}_input_layernorm" for name in "qkv")
     loops = shape.loop is not None and index in range(shape.loop.first, shape.loop.end)
@@ -133,8 +134,8 @@ def _gate(config: ModelConfig, shape: InklingShape, prefix: str) -> MessageGateS
     )
 
 
-def _attention(config: ModelConfig, shape: InklingShape, index: int, prefix: str) -> ClippedAttentionSpec:
-    heads, hidden, biases = config.heads_of(index), config.hidden_size, f"{prefix}.relative_position_bias"
+def _attention(config: ModelConfig, shape: InklingShape, place: int, prefix: str) -> ClippedAttentionSpec:
+    heads, hidden, biases = config.heads_of(place), config.hidden_size, f"{prefix}.relative_position_bias"
     width, rank = heads.num_heads * heads.head_dim, shape.distance_rank
 
     def linear(name: str, size: int, split: Split) -> LinearSpec:
@@ -142,7 +143,7 @@ def _attention(config: ModelConfig, shape: InklingShape, index: int, prefix: str
 
     def convolution(name: str) -> ConvolutionSpec:
         channels = heads.num_kv_heads * heads.head_dim
-        if config.sliding_windows[index] is not None:
+        if config.sliding_windows[place] is not None:
             return ConvolutionSpec(filter_of(config, f"{name}.sconv", channels, Split.KV_HEADS))
         sizes = (channels, shape.conv_width)
         taps = TensorSpec(f"{name}.sconv.static_weight", sizes, Split.KV_HEADS, is_transposed=True)
@@ -159,7 +160,7 @@ def _attention(config: ModelConfig, shape: InklingShape, index: int, prefix: str
         value=linear(f"{value}.linear", cached, Split.KV_HEADS),
         convolutions=(convolution(key), convolution(value)),
         sinks=linear(f"{prefix}.sink_proj", heads.num_heads, Split.QUERY_HEADS),
-        distances=DistanceSpec(numbers, profiles_of(config, index, biases)),
+        distances=DistanceSpec(numbers, profiles_of(config, place, biases)),
         distance_scale=TensorSpec(f"{biases}.norm.scale", (heads.num_heads, rank), Split.QUERY_HEADS),
         gate=linear(f"{prefix}.o_proj.gate_proj", width, Split.QUERY_HEADS),
         output=LinearSpec((WeightPart(f"{prefix}.o_proj.linear", hidden),), width, splits_inputs=True),

@@ -19,8 +19,8 @@ describe = inkling2.describe
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ConfigError` as `read_layers` does, and for a loop that does not begin and end
-    with blocks of layers.
+    """Reads the shape of a model. Raises `ConfigError` as `read_layers` does, and for a loop that begins or ends within
+    a block of layers.
     """
     published = raw["loop_config"].object()
     names = {

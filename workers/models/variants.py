@@ -201,7 +201,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.COMPRESSED: config.compressed is not None,
         Variant.TABLES: config.experts is not None and bool(config.experts.hashed_layers),
         Variant.CONNECTIONS: config.connections is not None,
-        Variant.LIMITED_GATES: config.experts is not None and config.experts.gate_limit > 0,
+        Variant.LIMITED_GATES: any(linear.gate_limit or linear.gate_caps for linear in spec.linears()),
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,
