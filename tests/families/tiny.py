@@ -133,6 +133,8 @@ OWN: dict[str, dict[str, Any]] = {
     "xlm-roberta-xl": _BERT,
     "xmod": _BERT | {"default_language": "en_XX"},
     "big_bird": _BERT,
+    "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}},
+    "chameleon_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32, "num_embeddings": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 4.0, "rope_theta": 10000.0},
