@@ -460,6 +460,8 @@ RECURRENT_CASES: dict[str, Case] = {
     "inkling": Case(
         "InklingTextConfig",
         {
+            "vocab_size": 340,
+            "unpadded_vocab_size": 320,
             "head_dim": 16,
             "swa_head_dim": 16,
             "swa_num_attention_heads": 4,
