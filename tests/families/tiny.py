@@ -163,6 +163,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral_large4_text": {
         "num_hidden_layers": 6,
         "num_key_value_heads": 4,
+        "layer_types": ["indexed_attention"] * 6,
         "no_rope_layers": [1, 1, 0, 1, 0, 1],
         "kv_source_layers": [0, 0, 2, 3, 2, 3],
         "indexer_types": ["full", "full", "full", "shared", "full", "shared"],
