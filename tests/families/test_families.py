@@ -30,7 +30,7 @@ package timm.
 """
 THROUGH_TRANSFORMERS = (
     "aria blip-2 chameleon cohere_compass cosmos3_omni ernie4_5_vl_moe exaone4_5 hunyuan_vl hyperclovax_vision_v2 "
-    "instructblip instructblipvideo kosmos-2 kosmos-2.5 minimax_m3_vl muse_glimmer paddleocr_vl step3p7"
+    "instructblip instructblipvideo kosmos-2.5 minimax_m3_vl muse_glimmer paddleocr_vl step3p7"
 )
 """Model types with pictures whose text decoder has no native form and is served."""
 SERVED = (*WRAPPERS, "Mistral4ForCausalLM", *map(architecture_of, THROUGH_TRANSFORMERS.split()))

@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers(made: tuple[pathlib.Path, Any]) -> Non
         "attention.ssmax_scaling.s",
         "attention.indexer.ssmax_scaling.s",
         "attention.indexer.q_input_norm.bias",
-        "layers.4.attention.indexer.wk",
+        "layers.4.attention.indexer.wq_b",
         "layers.5.attention.wkv_b",
     ],
 )

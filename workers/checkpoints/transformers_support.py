@@ -59,7 +59,6 @@ _POSITIONS_AFTER_PADDING = {
     "camembert",
     "data2vec-text",
     "kosmos_2_5_text_model",
-    "kosmos_2_text_model",
     "roberta",
     "roberta-prelayernorm",
     "xlm-roberta",
@@ -99,6 +98,7 @@ _OTHER_WRAPPERS = {
     "diffusion_gemma": "it writes blocks of tokens by diffusion",
     "gemma4_assistant": _DRAFTS_FOR_GEMMA,
     "gemma4_unified_assistant": _DRAFTS_FOR_GEMMA,
+    "kosmos-2": "its text decoder makes attention masks of its own",
     "paligemma": "its text attends to later tokens of the prompt",
     "unlimited_ocr": "its tokens see the prompt and a window of the answer, so they depend on where the prompt ends",
     "shieldgemma2": "it classifies pictures, and writes no text",
@@ -149,18 +149,14 @@ def read_config(folder: pathlib.Path, model_type: str) -> Any:
 def register_model(config: Any) -> None:
     """Tells transformers which class makes a model, where it does not know. It maps Mllama's whole configuration to a
     class that takes the one of its text, has Chameleon, whose decoder has no configuration of its own, among models
-    with pictures only, and does not say which class is the text of Kosmos. Called for such a model only, because the
-    import takes seconds.
+    with pictures only, and does not say which class is the text of Kosmos 2.5. Called for such a model only, because
+    the import takes seconds.
     """
     models = transformers.AutoModelForCausalLM
     if config.model_type in ("mllama", "mllama_text_model"):
         models.register(transformers.MllamaTextConfig, transformers.MllamaForCausalLM, exist_ok=True)
     if config.model_type == "chameleon":
         models.register(type(config), transformers.ChameleonForConditionalGeneration, exist_ok=True)
-    if config.model_type == "kosmos-2":
-        from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
-
-        models.register(type(config.text_config), Kosmos2TextForCausalLM, exist_ok=True)
     if config.model_type == "kosmos-2.5":
         from transformers.models.kosmos2_5.modeling_kosmos2_5 import Kosmos2_5TextForCausalLM
 
