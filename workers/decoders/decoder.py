@@ -40,6 +40,7 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.block_weights import ClippedAttentionWeights
 from manta.workers.kernels.kv_cache import beyond, narrowed
 from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
@@ -458,6 +459,7 @@ class Decoder:
             return attend_compressed(mixer, normed, cos_sin, metadata, cache, heads, shape, eps, self._kernels)
         if isinstance(mixer, RecurrentWeights) and mixer.kind is RecurrentKind.CONVOLVED_ATTENTION:
             return attend_convolved(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, self._kernels)
+        assert not isinstance(mixer, ClippedAttentionWeights), "residual_blocks.py runs the layers of such a model"
         return self._recur(mixer, normed, metadata, cache)
 
     def _recur(

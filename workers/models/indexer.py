@@ -20,14 +20,17 @@ _INDEXED = "indexed_attention"
 """The kind of every layer in `layer_types`."""
 
 
-def read_indexer(raw: RawConfig, usual: IndexerShape, rope_dim: int) -> IndexerShape:
+def read_indexer(
+    raw: RawConfig, usual: IndexerShape, rope_dim: int, *, reads_hidden_states: bool = False
+) -> IndexerShape:
     """Returns the shape of the indexers of a model whose attention rotates `rope_dim` dimensions. `usual` has what a
-    configuration leaves out.
+    configuration leaves out. `reads_hidden_states` says whether queries are products of hidden states.
 
-    Raises `ConfigError` for sizes that do not fit, for queries without a latent vector, and for layers of other kinds.
+    Raises `ConfigError` for sizes that do not fit, for other queries without a latent vector, and for layers of other
+    kinds.
     """
     rank, head_dim = raw["q_lora_rank"], raw["index_head_dim"].even(usual.head_dim)
-    if rank.is_given and rank.value is None:
+    if rank.is_given and rank.value is None and not reads_hidden_states:
         raise rank.refused("a number, because the indexer's queries are products of the latent vector of queries")
     rope_dim = raw["qk_rope_head_dim"].even(rope_dim)
     if head_dim < rope_dim:

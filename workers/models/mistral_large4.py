@@ -30,15 +30,15 @@ def read_config(raw: RawConfig) -> ModelConfig:
     """Reads the shape of a model. Raises `ConfigError` as `read_latent`, `read_indexer` and `read_shared_layers` do,
     for queries of a latent vector, and for layers that read latent vectors of layers of another kind.
     """
-    rope = raw["rope_parameters"].object()
+    rope = raw.first_of("rope_parameters", "rope_scaling").object()
     if rope["mscale_all_dim"].number(0.0, least=0):
         raise rope["mscale_all_dim"].refused("left out or 0")
-    indexer = read_indexer(raw, _INDEXER, _USUAL.rope_dim)
+    indexer = read_indexer(raw, _INDEXER, _USUAL.rope_dim, reads_hidden_states=True)
     config = latent.read_latent(raw, _USUAL, norm_eps=("rms_norm_eps", 1e-5), indexer=indexer)
     shape, num_layers = config.latent, config.num_layers
     assert shape is not None
     if shape.query_rank is not None:
-        raise raw["q_lora_rank"].refused("left out, because queries are products of hidden states")
+        raise raw["q_lora_rank"].refused("null or left out, because queries are products of hidden states")
     shape = msgspec.structs.replace(shape, norm_eps=config.rms_norm_eps)
     without = msgspec.structs.replace(shape, plain_dim=shape.plain_dim + shape.rope_dim, rope_dim=0)
     rotations = read_rotations(raw, num_layers)
