@@ -120,7 +120,7 @@ OF_LATENTS: dict[str, dict[str, Any]] = {
         "index_skip_topk_offset": (1, WHOLE_OR_NONE),
         "no_rope_layers": ([1, 0, 1, 0], (*LIST, [1], [2] * 4)),
         "no_rope_layer_interval": (4, WHOLE),
-        "kv_source_layers": ([0, 1, 0, 1], (*LIST, [0], [1, 1, 0, 1], [0, 0, 2, 3])),
+        "kv_source_layers": ([0, 1, 0, 3], (*LIST, [0], [1, 1, 0, 3], [0, 0, 2, 3])),
         "final_logit_softcapping": (30.0, NUMBER),
     },
     "Glm4MoeForCausalLM": BIASES
