@@ -58,10 +58,6 @@ class LinearWeight:
     gate_caps: tuple[float, ...] = ()
     """Soft bounds of both (`LinearSpec.gate_caps`); empty for none."""
 
-    @property
-    def has_bounds(self) -> bool:
-        return bool(self.gate_limit or self.gate_caps)
-
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
         return self.weight if self.quantized is None else self.quantized.dequantized(self.dtype)
@@ -360,8 +356,8 @@ class ExpertsWeights:
     """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
     experts: Experts
     """Of ranks, each has a part of every expert's inner width, or some experts whole."""
-    join: Callable[[torch.Tensor], torch.Tensor]
-    """Sums the results [num_tokens, hidden] of ranks; returns them as they are if each rank has whole ones."""
+    join: Callable[[torch.Tensor], torch.Tensor] | None
+    """Sums the results [num_tokens, hidden] of ranks; None if each rank has whole ones."""
     choice_bias: torch.Tensor | None = None
     """float32 [num_experts], added to the scores for the choice alone; None for none."""
     shared: GatedMlpWeights | None = None
@@ -374,6 +370,8 @@ class ExpertsWeights:
     """What comes before `router`; None if it reads what experts read."""
     table: torch.Tensor | None = None
     """int64 [vocab_size, num_chosen]: the experts of each token, whatever their scores are; None for none."""
+    in_one_call: Linear | None = None
+    """All of this as one linear of rows [num_tokens, hidden], with the same bits; None if the platform has none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
