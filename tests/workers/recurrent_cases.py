@@ -79,6 +79,32 @@ WITHOUT_INKLING_2: dict[str, dict[str, Any]] = {
     "bounded gates": {"mlp_gate_softcap": 1000.0},
     "bounds of what gates let through": {"mlp_up_softcap": 1000.0},
 }
+INKLING_TENSORS = (
+    ("inkling", "k_sconv"),
+    ("inkling", "v_sconv"),
+    ("inkling", "attn_sconv"),
+    ("inkling", "mlp_sconv"),
+    ("inkling", "rel_logits_proj"),
+    ("inkling", "embed_norm"),
+    ("inkling", "mlp.global_scale"),
+    ("inkling", "gate.global_scale"),
+    ("inkling", "shared_experts.down_proj"),
+    ("inkling", "e_score_correction_bias"),
+    ("inkling2", "attn_sink_proj"),
+    ("inkling2", "gate_attn"),
+    ("inkling2", "q_l2_clip"),
+    ("inkling2", "rel_l2_clip"),
+    ("inkling2", "k_sconv.static_w"),
+    ("inkling2", "v_sconv.weight_proj"),
+    ("inkling2", "attn_res.attn_queries"),
+    ("inkling2", "attn_res.mlp_queries"),
+    ("inkling2", "attn_res.output_query"),
+    ("inkling2", "q_input_norm"),
+    ("inkling2_loop", "controllers.k"),
+    ("inkling2_loop", "controllers.mlp"),
+    ("inkling2_loop", "cross_pass_kv_queries"),
+)
+"""Parts of the names of tensors of Inkling, each of which matters."""
 FALCON_H1: dict[str, Any] = STATE_SPACE | {
     "mamba_d_ssm": 128,
     "key_multiplier": 0.5,

@@ -37,7 +37,7 @@ from tests.checkpoints import (
 )
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
-from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
+from tests.workers.recurrent_cases import INKLING_TENSORS, RECURRENT_CASES, ROPE, Case
 from tests.workers.sparse_cases import SPARSE_CASES
 from tests.workers.test_models import Cache, random_tokens
 
@@ -304,29 +304,7 @@ def rewritten(
         ("axk2", "input_layernorm.W_up"),
         ("axk2", "post_attention_layernorm.W_down"),
         ("longcat_flash", "mlp.experts.2.down_proj"),
-        ("inkling", "k_sconv"),
-        ("inkling", "v_sconv"),
-        ("inkling", "attn_sconv"),
-        ("inkling", "mlp_sconv"),
-        ("inkling", "rel_logits_proj"),
-        ("inkling", "embed_norm"),
-        ("inkling", "mlp.global_scale"),
-        ("inkling", "gate.global_scale"),
-        ("inkling", "shared_experts.down_proj"),
-        ("inkling", "e_score_correction_bias"),
-        ("inkling2", "attn_sink_proj"),
-        ("inkling2", "gate_attn"),
-        ("inkling2", "q_l2_clip"),
-        ("inkling2", "rel_l2_clip"),
-        ("inkling2", "k_sconv.static_w"),
-        ("inkling2", "v_sconv.weight_proj"),
-        ("inkling2", "attn_res.attn_queries"),
-        ("inkling2", "attn_res.mlp_queries"),
-        ("inkling2", "attn_res.output_query"),
-        ("inkling2", "q_input_norm"),
-        ("inkling2_loop", "controllers.k"),
-        ("inkling2_loop", "controllers.mlp"),
-        ("inkling2_loop", "cross_pass_kv_queries"),
+        *INKLING_TENSORS,
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),

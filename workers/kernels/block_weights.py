@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from manta.workers.kernels.weights import Linear
+from manta.workers.kernels.linear_protocol import Linear
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

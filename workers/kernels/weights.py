@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.block_weights import (
     BlockEndsWeights,
     BlockReadsWeights,
     ClippedAttentionWeights,
     DistanceWeights,
 )
+from manta.workers.kernels.linear_protocol import Linear as Linear
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.block_indexer import BlockIndexerShape
@@ -61,16 +61,6 @@ class LinearWeight:
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
         return self.weight if self.quantized is None else self.quantized.dequantized(self.dtype)
-
-
-class Linear(Protocol):
-    """A linear of any scheme, on any platform; of a model's share, perhaps with the sum over ranks inside."""
-
-    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        """x [num_rows, in_features] -> [num_rows, out_features], same dtype. `step` tells which sequence each row
-        belongs to, for linears that differ by sequence; None where the rows are not those of a step.
-        """
-        ...
 
 
 Embedding = Callable[[torch.Tensor], torch.Tensor]
