@@ -196,6 +196,10 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Sequence ids with entries for prompt positions `start + 1` onward of this step's chunk, if requested."""
     errors: dict[int, RowError] = {}
     """Sequence ids with the failure of their row."""
+    drafts_rest: bool = False
+    """Whether the proposers of the ranks rest: the output of the next step has no drafts, so that the step after it may
+    be planned before that output is known.
+    """
     digest: int = 0
     """Checksum of the step's tokens and blocks, if there are several ranks; else 0. On torch it includes the hidden
     states at the sample points. Ranks with different digests have diverged.

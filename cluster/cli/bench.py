@@ -24,6 +24,7 @@ SUITES = {
     "faults": "what others feel when a constraint goes wrong beside them",
     "start": "what the seconds of `manta serve` go to, from the command to the first answer",
     "from-zero": "how long a request waits for a model that was unloaded",
+    "several-models": "the speed of models that share an address, over their speed alone",
     "prefixes": "the first token of a known prompt after its engine was killed",
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",

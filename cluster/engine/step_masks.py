@@ -288,6 +288,11 @@ class EngineMasks:
         return self._constraints.pool
 
     @property
+    def has_sessions(self) -> bool:
+        """Whether any sequence of the last step is held to a constraint."""
+        return self.pool is not None and bool(self.pool.session_ids)
+
+    @property
     def num_late(self) -> int:
         """Sequences that drew nothing in a step because their masks were late, summed over the engine's life."""
         return self._num_late_before + self._last.num_late

@@ -64,6 +64,12 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             marks=PROVE,
         ),
         pytest.param(
+            "several_models",
+            ["--shapes", "tiny-llama,one-layer-llama", "--turns", "2", "--streams", "1", "--tokens", "4"],
+            "| one-layer-llama | ",
+            marks=PROVE,
+        ),
+        pytest.param(
             "embeddings",
             ["--shapes", "tiny", "--texts", "6", "--turns", "2", "--singles", "5", "--batch", "20"],
             "| tiny | 20 texts |",
