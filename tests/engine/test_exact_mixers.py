@@ -79,6 +79,8 @@ OTHERS = (
     "zamba",
     "zaya",
     "inkling",
+    "inkling2",
+    "inkling2_loop",
     "rwkv",
     "deepseek_v32",
     "glm_moe_dsa",

@@ -32,6 +32,8 @@ KINDS = (
     "zamba",
     "zaya",
     "inkling",
+    "inkling2",
+    "inkling2_loop",
     "rwkv",
 )
 HISTORIES: dict[str, dict[str, Any]] = {

@@ -16,23 +16,21 @@ REFUSED_NAMES = (
     "musicgen musicgen_melody "
     # Attention that is not causal, or not over all keys: to later tokens, by hashes, by several streams.
     "cpmant prophetnet reformer xlnet "
-    # Recurrent states without a native form.
-    "inkling2_loop_text inkling2_text "
     # The drafter of another model.
     "gemma4_unified_assistant "
     # A model of bytes in patches.
     "blt "
+    # A classifier, which transformers also calls Gemma 3.
+    "shieldgemma2 "
 )
 """Model types that are refused before weights are read."""
-REFUSED_LATE = ("shieldgemma2",)
-"""A classifier, which transformers stores here under Gemma 3's name and with names of its own for tensors."""
 LEFT_OUT = ("dots3_note", "fast_vlm", "gemma3n", "gemma4_assistant", "perception_lm")
 """Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and three need the
 package timm.
 """
 THROUGH_TRANSFORMERS = (
-    "aria blip-2 cohere_compass cosmos3_omni ernie4_5_vl_moe exaone4_5 hunyuan_vl hyperclovax_vision_v2 instructblip "
-    "instructblipvideo minimax_m3_vl muse_glimmer paddleocr_vl step3p7"
+    "aria blip-2 chameleon cohere_compass cosmos3_omni ernie4_5_vl_moe exaone4_5 hunyuan_vl hyperclovax_vision_v2 "
+    "instructblip instructblipvideo kosmos-2.5 minimax_m3_vl muse_glimmer paddleocr_vl step3p7"
 )
 """Model types with pictures whose text decoder has no native form and is served."""
 SERVED = (*WRAPPERS, "Mistral4ForCausalLM", *map(architecture_of, THROUGH_TRANSFORMERS.split()))
@@ -46,7 +44,7 @@ CHEAP = (
     "minimax",
     "exaone4_5",
     "musicgen",
-    "inkling2_text",
+    "shieldgemma2",
     "xlnet",
 )
 """Model types of every run: through transformers, with replaced attention, positions or number of attentions, natively,
@@ -58,8 +56,6 @@ def expected(model_type: str) -> set[str]:
     """The results that are right for a model type."""
     if model_type in LEFT_OUT:
         return {"left out"}
-    if model_type in REFUSED_LATE:
-        return {"refused late"}
     has_pictures_alone = model_type in MODELS_WITH_PICTURES and architecture_of(model_type) not in SERVED
     if model_type in REFUSED_NAMES.split() or has_pictures_alone:
         return {"refused", "left out"} if has_pictures_alone else {"refused"}

@@ -133,6 +133,8 @@ OWN: dict[str, dict[str, Any]] = {
     "xlm-roberta-xl": _BERT,
     "xmod": _BERT | {"default_language": "en_XX"},
     "big_bird": _BERT,
+    "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}},
+    "chameleon_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32, "num_embeddings": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 4.0, "rope_theta": 10000.0},
@@ -158,6 +160,18 @@ OWN: dict[str, dict[str, Any]] = {
         "projection_dim": 64,
     },
     "ministral": {"head_dim": 16},
+    "mistral_large4_text": {
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "layer_types": ["indexed_attention"] * 6,
+        "no_rope_layers": [1, 1, 0, 1, 0, 1],
+        "kv_source_layers": [0, 0, 2, 3, 2, 3],
+        "indexer_types": ["full", "full", "full", "shared", "full", "shared"],
+        "index_n_heads": 16,  # with fewer many scores are zero, and of equal ones torch chooses
+        "n_group": 2,
+        "rope_parameters": ROPE
+        | {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.0},
+    },
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_5_omni_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},

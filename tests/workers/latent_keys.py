@@ -105,6 +105,24 @@ OF_LATENTS: dict[str, dict[str, Any]] = {
         "rope_theta": None,
         "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, OBJECT),
     },
+    "MistralLarge4TextModel": LATENT
+    | DEEPSEEK
+    | INDEXER
+    | {
+        "attention_bias": (False, (*FLAG, True)),
+        "moe_layer_freq": None,
+        "num_nextn_predict_layers": None,
+        "topk_group": (1, (*WHOLE, 5)),
+        "q_lora_rank": (None, (*WHOLE, 32)),
+        "indexer_types": (["full", "shared"] * 2, (*LIST, ["full"], ["novel"] * 4, ["shared"] * 4)),
+        "index_topk_pattern": ("FSFS", (7, {"a": 1}, True, "FSF", "FXFS", "SFFF", ["full"], ["shared"] * 4)),
+        "index_topk_freq": (2, WHOLE),
+        "index_skip_topk_offset": (1, WHOLE_OR_NONE),
+        "no_rope_layers": ([1, 0, 1, 0], (*LIST, [1], [2] * 4)),
+        "no_rope_layer_interval": (4, WHOLE),
+        "kv_source_layers": ([0, 1, 0, 3], (*LIST, [0], [1, 1, 0, 3], [0, 0, 2, 3])),
+        "final_logit_softcapping": (30.0, NUMBER),
+    },
     "Glm4MoeForCausalLM": BIASES
     | PART
     | DEEPSEEK

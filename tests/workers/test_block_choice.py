@@ -134,7 +134,7 @@ def test_rows_come_from_the_pieces_that_hold_them() -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("kind", ["inkling", "qwen4_exp", "dots3_note", "rwkv"])
+@pytest.mark.parametrize("kind", ["inkling", "inkling2", "inkling2_loop", "qwen4_exp", "dots3_note", "rwkv"])
 def test_a_long_prompt_in_one_step_has_the_logits_of_transformers(kind: str) -> None:
     """Ten times as long as windows, distances and choices."""
     tokens = random_tokens(450, seed=5)

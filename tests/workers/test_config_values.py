@@ -83,6 +83,8 @@ SAID_OTHERWISE = {
     ("InklingForCausalLM", "chain_hidden_post_norm"),  # of draft heads, as the next
     ("InklingForCausalLM", "mtp_hidden_states_first"),
     ("InklingForCausalLM", "number_of_conv_states"),
+    ("Inkling2ForCausalLM", "number_of_conv_states"),
+    ("Inkling2LoopForCausalLM", "number_of_conv_states"),
     ("InklingForCausalLM", "rms_norm_eps_moe_gate"),
     ("Qwen4ExpForCausalLM", "number_of_conv_states"),
     *(("RwkvForCausalLM", key) for key in ("context_length", "num_attention_heads", "num_key_value_heads")),

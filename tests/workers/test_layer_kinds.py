@@ -37,7 +37,7 @@ from tests.checkpoints import (
 )
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
-from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
+from tests.workers.recurrent_cases import INKLING_TENSORS, RECURRENT_CASES, ROPE, Case
 from tests.workers.sparse_cases import SPARSE_CASES
 from tests.workers.test_models import Cache, random_tokens
 
@@ -207,6 +207,7 @@ SCALES_OF_LOGITS = {
     "gemma2": {"final_logit_softcapping": None},
     "granite": {"logits_scaling": 1.0},
     "inkling": {"logits_mup_width_multiplier": 1.0},
+    "inkling2": {"final_logit_softcapping": 1000.0},
     "cohere2": {"logit_scale": 1.0},
     "recurrent_gemma": {"logits_soft_cap": 1000.0},
 }
@@ -303,16 +304,7 @@ def rewritten(
         ("axk2", "input_layernorm.W_up"),
         ("axk2", "post_attention_layernorm.W_down"),
         ("longcat_flash", "mlp.experts.2.down_proj"),
-        ("inkling", "k_sconv"),
-        ("inkling", "v_sconv"),
-        ("inkling", "attn_sconv"),
-        ("inkling", "mlp_sconv"),
-        ("inkling", "rel_logits_proj"),
-        ("inkling", "embed_norm"),
-        ("inkling", "mlp.global_scale"),
-        ("inkling", "gate.global_scale"),
-        ("inkling", "shared_experts.down_proj"),
-        ("inkling", "e_score_correction_bias"),
+        *INKLING_TENSORS,
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
         ("mimo_v2", "attention_sink_bias"),
@@ -480,10 +472,13 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
 
 
 SPARSE = "attention to tokens that an indexer chooses"
+BIASES = "biases by the distance of tokens, convolutions of keys, values and results"
+BOUNDED_GATES = "experts whose gates are bounded"
 NOT_ON_DEVICES = {
     "cuda": {
         **dict.fromkeys(SPARSE_CASES, SPARSE),
-        "inkling": "biases by the distance of tokens, convolutions of keys, values and results",
+        "inkling": BIASES,
+        **dict.fromkeys(("inkling2", "inkling2_loop"), f"{BIASES}, {BOUNDED_GATES}, layers that read blocks of layers"),
         "longcat_flash": "experts that return what they get",
         "qwen4_exp": f"{SPARSE}, rows of tables of n-grams",
         "rwkv": "channel mixing, time mixing",
@@ -501,7 +496,8 @@ NOT_ON_DEVICES = {
         "gemma4, experts": "experts beside an MLP",
         "longcat_flash": "experts that return what they get, experts whose result is added a layer later",
         "mimo_v2": "heads that differ by layer",
-        "inkling": "biases by the distance of tokens, convolutions of keys, values and results, heads that differ",
+        "inkling": f"{BIASES}, heads that differ",
+        **dict.fromkeys(("inkling2", "inkling2_loop"), f"{BIASES}, {BOUNDED_GATES}, .*layers that read blocks"),
         "qwen4_exp": f"{SPARSE}, gates on the results of norms, rows of tables of n-grams, several residual streams",
         "minimax": "lightning attention, norms that replace the residual stream",
         "recurrent_gemma": "real-gated linear recurrent units",

@@ -318,7 +318,7 @@ def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, 
 
 
 REFUSED = [
-    ("Inkling2TextConfig", {}, "layers of type hybrid"),
+    ("BltConfig", {}, "byte-latent patches"),
     ("ReformerConfig", {"is_decoder": True}, "tokens that hashes of their keys choose"),
     ("XLNetConfig", {}, "a second stream of attention predicts"),
     ("CpmAntConfig", {}, "its prompts attend to later ones"),

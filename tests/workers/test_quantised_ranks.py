@@ -140,6 +140,8 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "recurrent_gemma": {"intermediate_size": 128},
     "qwen4_exp": {"shared_expert_intermediate_size": 64},
     "inkling": {},
+    "inkling2": {},
+    "inkling2_loop": {},
     "dots3_note": {"shared_experts_intermediate_size": 64},
     "rwkv": {"intermediate_size": 128},
 }

@@ -33,6 +33,7 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.draft_heads import folder_with_head
 from tests.eagle3_heads import eagle3_folder
 from tests.engine.test_constrained_drafts import mixed_params
+from tests.families.tiny import make_model, tiny_config
 from tests.pairs import in_turns
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
@@ -185,7 +186,7 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
 
 
 OTHER_STATES = ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2", "olmo_hybrid", "bailing_hybrid", "lara_mini")
-OTHER_STATES += ("lfm3", "recurrent_gemma", "qwen4_exp", "inkling", "rwkv")
+OTHER_STATES += ("lfm3", "recurrent_gemma", "qwen4_exp", "inkling", "inkling2", "inkling2_loop", "rwkv")
 OTHER_HEADS = ("gemma4", "gemma4, experts", "dots3_note", "mimo_v2")
 """Families whose layers have different heads."""
 
@@ -204,6 +205,12 @@ OTHER_HEADS = ("gemma4", "gemma4, experts", "dots3_note", "mimo_v2")
 )
 def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
+
+
+@pytest.mark.prove
+def test_two_ranks_share_latent_vectors_of_earlier_layers(two: RankProcesses, tmp_path: pathlib.Path) -> None:
+    make_model("mistral_large4", tiny_config("mistral_large4"), tmp_path)
+    assert_same(two, ALL_GREEDY, str(tmp_path))
 
 
 @pytest.mark.parametrize(

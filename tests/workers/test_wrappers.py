@@ -49,7 +49,6 @@ NOT_IN_TRANSFORMERS = {"InternVLChatModel", "KimiK25ForConditionalGeneration", "
 LEFT_OUT = {
     "Cosmos3OmniForConditionalGeneration": "its checkpoints name tensors as Diffusers does",
     "Dots3NoteForConditionalGeneration": "transformers makes no tiny model of it to compare with",
-    "InklingForConditionalGeneration": "its checkpoints have other names for tensors than those of the text alone",
     "Mistral4ForCausalLM": "a decoder itself",
 }
 """Architectures in transformers' table of wrappers that are no wrappers here."""

@@ -115,7 +115,10 @@ class LinearReader:
         rows, *others = spec.shape
         part = WeightPart(spec.name, rows, spec.split, first_row=spec.first_row, stored_rows=spec.stored_rows)
         shape = (spec.stored_rows or rows, *others)
-        stored = self.checkpoint.view(spec.name, spec.stored_shape or shape).view(shape)
+        if spec.is_transposed:
+            stored = self.checkpoint.view(spec.name, shape[::-1]).T
+        else:
+            stored = self.checkpoint.view(spec.name, spec.stored_shape or shape).view(shape)
         stored = stored.flatten(1) if others else stored
         taken = self._taken(part, False, stored)
         assert isinstance(taken, torch.Tensor)

@@ -290,10 +290,11 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     if is_gguf_folder(folder):
         return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
-    names = {name for _, entries in headers for name in entries}
-    if renames := renames_of(names):
-        return [(path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in headers]
-    if any(name.startswith(_OF_TEXT) for name in names):
+    if renames := renames_of(name for _, entries in headers for name in entries):
+        headers = [
+            (path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in headers
+        ]
+    if any(name.startswith(_OF_TEXT) for _, entries in headers for name in entries):
         return [(path, _text_tensors(entries)) for path, entries in headers]
     return [
         (path, {name: entry for name, entry in entries.items() if not name.startswith(_OF_TOWERS)})

@@ -58,6 +58,7 @@ _MPT_COMPUTED = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln"
 _POSITIONS_AFTER_PADDING = {
     "camembert",
     "data2vec-text",
+    "kosmos_2_5_text_model",
     "roberta",
     "roberta-prelayernorm",
     "xlm-roberta",
@@ -80,6 +81,7 @@ are refused when they are loaded.
 """
 _RECURRENT = "it keeps a recurrent state, and only attention keys and values are cached"
 _OTHER_ATTENTION = {
+    "blt": "it computes bytes in patches, whose ends a model of its own chooses (byte-latent patches)",
     "cpmant": "the tokens of its prompts attend to later ones",
     "prophetnet": "it predicts several tokens at a time, each by a stream of attention of its own",
     "reformer": "it attends to tokens that hashes of their keys choose",
@@ -91,13 +93,17 @@ loading finds others.
 """
 NO_WRAPPER = "multimodal models are not served; use the text-only checkpoint if there is one"
 """The reason why a model of text beside pictures or sounds is refused that has no causal text decoder."""
+_DRAFTS_FOR_GEMMA = "it drafts tokens for a Gemma 4, whose cached keys and values it reads"
 _OTHER_WRAPPERS = {
     "diffusion_gemma": "it writes blocks of tokens by diffusion",
-    "kosmos-2": "its text decoder counts positions in a way of its own",
-    "kosmos-2.5": "its text decoder counts positions in a way of its own",
+    "gemma4_assistant": _DRAFTS_FOR_GEMMA,
+    "gemma4_unified_assistant": _DRAFTS_FOR_GEMMA,
+    "kosmos-2": "its text decoder makes attention masks of its own",
     "paligemma": "its text attends to later tokens of the prompt",
+    "unlimited_ocr": "its tokens see the prompt and a window of the answer, so they depend on where the prompt ends",
+    "shieldgemma2": "it classifies pictures, and writes no text",
 }
-"""Reasons why wrappers are refused although transformers has a text decoder of theirs."""
+"""Reasons why wrappers are refused, by their model types, although transformers has a text decoder of theirs."""
 _OLDER_KEYS = ("architectures", "dtype", "torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys that transformers reads although no class of configurations declares them."""
 _SHAPE = (
@@ -142,11 +148,19 @@ def read_config(folder: pathlib.Path, model_type: str) -> Any:
 
 def register_model(config: Any) -> None:
     """Tells transformers which class makes a model, where it does not know. It maps Mllama's whole configuration to a
-    class that takes the one of its text. Called for such a model only, because the import takes seconds.
+    class that takes the one of its text, has Chameleon, whose decoder has no configuration of its own, among models
+    with pictures only, and does not say which class is the text of Kosmos 2.5. Called for such a model only, because
+    the import takes seconds.
     """
+    models = transformers.AutoModelForCausalLM
     if config.model_type in ("mllama", "mllama_text_model"):
-        models, text = transformers.AutoModelForCausalLM, transformers.MllamaTextConfig
-        models.register(text, transformers.MllamaForCausalLM, exist_ok=True)
+        models.register(transformers.MllamaTextConfig, transformers.MllamaForCausalLM, exist_ok=True)
+    if config.model_type == "chameleon":
+        models.register(type(config), transformers.ChameleonForConditionalGeneration, exist_ok=True)
+    if config.model_type == "kosmos-2.5":
+        from transformers.models.kosmos2_5.modeling_kosmos2_5 import Kosmos2_5TextForCausalLM
+
+        models.register(type(config.text_config), Kosmos2_5TextForCausalLM, exist_ok=True)
 
 
 def first_sentence(error: Exception) -> str:
@@ -159,6 +173,8 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     """Returns why a model cannot run over the paged cache; None if its configuration shows no reason."""
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models have no single token stream to batch"
+    if config.model_type in _OTHER_WRAPPERS:
+        return _OTHER_WRAPPERS[config.model_type]
     text = text_config(config)
     model_classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING if text is config else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model_class = model_classes.get(type(config), None)
@@ -167,8 +183,6 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
         return "it is no causal language model of transformers" if text is config else NO_WRAPPER
     if text is config:
         return _why_no_decoder(config, model_class)
-    if config.model_type in _OTHER_WRAPPERS:
-        return _OTHER_WRAPPERS[config.model_type]
     return _why_no_decoder(text, MODEL_MAPPING.get(type(text), model_class))
 
 

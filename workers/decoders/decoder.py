@@ -34,13 +34,16 @@ from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv, with_convolution
 from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.decoders.ngram_streams import ngram_streams
+from manta.workers.decoders.query_growth import query_growth
+from manta.workers.decoders.residual_blocks import run_residual_blocks
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.block_weights import ClippedAttentionWeights
 from manta.workers.kernels.kv_cache import beyond, narrowed
 from manta.workers.kernels.linears import GatedLinear
-from manta.workers.kernels.protocol import Forward, Kernels, KVCaches, RotaryTables
+from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
     CompressedAttentionWeights,
@@ -58,16 +61,9 @@ from manta.workers.kernels.weights import (
     max_mlp_rows,
 )
 from manta.workers.kv_groups import group_layers
-from manta.workers.models.model_config import HeadShape, ModelConfig, QueryGrowth
+from manta.workers.models.model_config import HeadShape, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.platforms import Platform
-
-
-def query_growth(growth: QueryGrowth, positions: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
-    steps = (positions.float() + growth.first).div_(growth.period)
-    steps = steps.floor_() if growth.has_steps else steps.sub_(1).clamp_(min=0)
-    return kernels.log1p(steps).mul_(growth.rate).add_(1).unsqueeze(-1)
 
 
 def _filled_up(qkv: torch.Tensor, heads: HeadShape, value_dim: int) -> torch.Tensor:
@@ -184,6 +180,9 @@ class Decoder:
         """The function that runs all layers. It is not kept: an object that holds its own method keeps itself, and the
         weights, until the garbage collector comes.
         """
+        if self.weights.blocks is not None:
+            of_model = self.config, self.weights, self._layers, self._mlp, self._kernels
+            return functools.partial(run_residual_blocks, *of_model)
         if self.config.num_gated_streams > 1:
             return self._run_gated_streams
         if self.config.connections is not None:
@@ -461,6 +460,7 @@ class Decoder:
             return attend_compressed(mixer, normed, cos_sin, metadata, cache, heads, shape, eps, self._kernels)
         if isinstance(mixer, RecurrentWeights) and mixer.kind is RecurrentKind.CONVOLVED_ATTENTION:
             return attend_convolved(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, self._kernels)
+        assert not isinstance(mixer, ClippedAttentionWeights), "residual_blocks.py runs the layers of such a model"
         return self._recur(mixer, normed, metadata, cache)
 
     def _recur(
@@ -588,6 +588,7 @@ class Decoder:
             rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
             widths = [self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)]
             kinds = list(zip(self.config.ropes, widths, strict=True))
-            tables = {kind: torch.from_numpy(rope_table(*kind, rows)).to(device) for kind in set(kinds)}
+            factors = None if self.weights.rope_factors is None else self.weights.rope_factors.cpu().numpy()
+            tables = {kind: torch.from_numpy(rope_table(*kind, rows, factors)).to(device) for kind in set(kinds)}
             self._tables = [tables[kind] for kind in kinds]
         return self._tables

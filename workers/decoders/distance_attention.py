@@ -28,9 +28,11 @@ def attend_with_distances(
     sliding_window: int | None,
     kernels: Kernels,
     piece_bytes: int = PIECE_BYTES,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns what `paged_attention` does of qkv and `caches`, with biases: [num_tokens, num_heads * head_dim].
     `numbers`, float32 [num_tokens, num_heads, rank], are those of the tokens, and `profiles` float32 [rank, distances].
+    `sinks`, float32 [num_tokens, num_heads], are logits of each token that take part in its softmax and have no value.
     What is computed for several tokens takes at most `piece_bytes` at a time.
     """
     block_size = metadata.block_size
@@ -52,7 +54,9 @@ def attend_with_distances(
             is_visible = distances >= 0
             if sliding_window is not None:
                 is_visible &= distances < sliding_window
-            output[rows] = _attend(query[rows].float(), key, value, biases, is_visible, heads, kernels).to(qkv.dtype)
+            own_sinks = None if sinks is None else sinks[rows]
+            attended = _attend(query[rows].float(), key, value, biases, is_visible, own_sinks, heads, kernels)
+            output[rows] = attended.to(qkv.dtype)
     return output.flatten(1)
 
 
@@ -72,6 +76,7 @@ def _attend(
     value: torch.Tensor,
     biases: torch.Tensor,
     is_visible: torch.Tensor,
+    sinks: torch.Tensor | None,
     heads: HeadShape,
     kernels: Kernels,
 ) -> torch.Tensor:
@@ -84,8 +89,14 @@ def _attend(
     added = biases.unflatten(1, (-1, num_groups)).transpose(1, 2).flatten(0, 1)
     hidden = ~is_visible.repeat_interleave(num_groups, dim=0).unsqueeze(1)
     logits = (products * heads.scale + added).masked_fill(hidden, -torch.inf)
-    below_largest = (logits - logits.amax(-1, keepdim=True)).masked_fill(hidden, 0.0)
+    largest = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        of_group = sinks.unflatten(1, (-1, num_groups)).transpose(1, 2).flatten(0, 1).unsqueeze(-1)
+        largest = torch.maximum(largest, of_group)
+    below_largest = (logits - largest).masked_fill(hidden, 0.0)
     weights = kernels.recurrent.exp(below_largest).masked_fill(hidden, 0.0)
     sums = kernels.head_products(weights, weights.new_ones((heads.num_kv_heads, len(key), 1)))
+    if sinks is not None:
+        sums = sums + kernels.recurrent.exp(of_group - largest)
     attended = kernels.head_products(weights, value.transpose(0, 1).contiguous()) / sums
     return attended.unflatten(0, (-1, num_groups)).transpose(1, 2).flatten(1, 2)

@@ -5,8 +5,9 @@ keys' one multiplies queries, and the values' one multiplies results. What remai
 one KV head, whose key is also its value, so every kernel of grouped-query attention computes it.
 
 A cached token is one head in the order in which the kernels rotate, dimension `i` with dimension `i + head_dim / 2`:
-half of the rotated key, half of the latent vector, half of an indexer's key if there is one, then the other halves. All
-but the rotated key have a cosine of 1. Queries are zero where the indexer's key is, so attention does not see it.
+half of the rotated key, half of the latent vector, half of the keys of indexers if there are some, then the other
+halves. All but the rotated key have a cosine of 1. Queries are zero where the indexers' keys are, so attention does not
+see them. A layer that reads the latent vectors of an earlier one may have an indexer, whose key lies beside them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.head_gates import gated_heads
-from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, index_keys
+from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, head_growth, index_keys
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
-from manta.workers.kernels.weights import LatentAttentionWeights
+from manta.workers.kernels.weights import IndexerWeights, LatentAttentionWeights
 from manta.workers.models.model_config import HeadShape, LatentShape
 
 
@@ -52,7 +53,10 @@ def attend_latent(
     shape = weights.shape
     query_dim = shape.plain_dim + shape.rope_dim
     query_width = shape.query_rank or heads.num_heads * query_dim
-    queries, cached = weights.inputs.forward(normed, metadata).split((query_width, shape.cached_dim), dim=-1)
+    writes = weights.latent_norm is not None
+    widths = (query_width, shape.cached_dim) if writes else query_width
+    queries, *cached = weights.inputs.forward(normed, metadata).split(widths, dim=-1)
+    query_latents = None
     if weights.queries is not None:
         assert weights.query_norm is not None
         query_latents = kernels.rms_norm(queries, weights.query_norm, shape.norm_eps)
@@ -61,30 +65,32 @@ def attend_latent(
     gates = None
     if shape.has_gates:
         queries, gates = queries.split((heads.num_heads * query_dim, heads.num_heads * shape.value_dim), dim=-1)
-    latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
-    latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
-    if weights.key_norm is not None:
-        key = kernels.rms_norm(key, weights.key_norm, shape.norm_eps)
     plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
     # One row of all query heads and the cached one
-    together = normed.new_empty((len(normed), heads.num_heads + 1, heads.head_dim))
-    together[:, :-1] = kernels.head_products(plain, weights.keys)
-    _rotated_part(together[:, :-1], shape).copy_(rotated.unflatten(-1, (2, -1)))
-    _rotated_part(together[:, -1], shape).copy_(key.unflatten(-1, (2, -1)))
-    _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
-    indexer = weights.indexer
+    together = normed.new_empty((len(normed), heads.num_heads + writes, heads.head_dim))
+    own, head = together[:, : heads.num_heads], together[:, -1]
+    own.copy_(kernels.head_products(plain, weights.keys))
+    _rotated_part(own, shape).copy_(rotated.unflatten(-1, (2, -1)))
+    if writes:
+        _write_head(weights, cached[0], head, kernels)
+    indexer, index_key = weights.indexer, None
     if indexer is not None:
-        keys = index_keys(indexer, normed, cos_sin, shape.rope_dim, metadata, kernels)
-        _index_part(together[:, -1], shape).copy_(keys.unflatten(-1, (2, -1)))
-    elif choice is not None:
-        _index_part(together[:, -1], shape).zero_()
+        index_key = index_keys(indexer, normed, cos_sin, shape.rope_dim, metadata, kernels).unflatten(-1, (2, -1))
+        if writes:
+            _index_part(head, shape, indexer).copy_(index_key)
     row = together.flatten(1)
-    kernels.rope_and_cache(row, cos_sin, metadata, *kv_cache, heads)
+    kernels.rope_and_cache(row, cos_sin, metadata, *kv_cache, heads if writes else heads._replace(num_kv_heads=0))
     if growth is not None:
         row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
+    if weights.growth is not None:
+        own *= head_growth(weights.growth, metadata, kernels).unsqueeze(-1).to(own.dtype)
     if indexer is not None:
         assert choice is not None
-        cached_keys = _index_part(kv_cache[0], shape)
+        assert index_key is not None
+        cached_keys = _index_part(kv_cache[0], shape, indexer)
+        if not writes:
+            slots = metadata.slot_mapping.long()
+            cached_keys[slots // metadata.block_size, slots % metadata.block_size, 0] = index_key.to(cached_keys.dtype)
         rope = cos_sin, shape.rope_dim
         choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
     if choice is None or choice.slots is None:
@@ -99,6 +105,21 @@ def attend_latent(
     return weights.output.forward(values, metadata)
 
 
+def _write_head(weights: LatentAttentionWeights, cached: torch.Tensor, head: torch.Tensor, kernels: Kernels) -> None:
+    """Writes what is cached of tokens, [num_tokens, cached_dim] before its norms, to heads [num_tokens, head_dim], with
+    zeros where the keys of indexers are.
+    """
+    shape = weights.shape
+    assert weights.latent_norm is not None
+    latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
+    latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
+    if weights.key_norm is not None:
+        key = kernels.rms_norm(key, weights.key_norm, shape.norm_eps)
+    _rotated_part(head, shape).copy_(key.unflatten(-1, (2, -1)))
+    _latent_part(head, shape).copy_(latent.unflatten(-1, (2, -1)))
+    head.unflatten(-1, (2, -1))[..., shape.cached_dim // 2 :] = 0
+
+
 def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
     """Returns the view [..., 2, rope_dim / 2] of the rotated dimensions of heads [..., head_dim]."""
     return head.unflatten(-1, (2, -1))[..., : shape.rope_dim // 2]
@@ -109,6 +130,8 @@ def _latent_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
     return head.unflatten(-1, (2, -1))[..., shape.rope_dim // 2 : shape.cached_dim // 2]
 
 
-def _index_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
-    """Returns the view [..., 2, index head_dim / 2] of the dimensions of an indexer's key; there may be none."""
-    return head.unflatten(-1, (2, -1))[..., shape.cached_dim // 2 :]
+def _index_part(head: torch.Tensor, shape: LatentShape, indexer: IndexerWeights) -> torch.Tensor:
+    """Returns the view [..., 2, index head_dim / 2] of the dimensions of an indexer's key."""
+    width = indexer.shape.head_dim // 2
+    first = shape.cached_dim // 2 + indexer.place * width
+    return head.unflatten(-1, (2, -1))[..., first : first + width]

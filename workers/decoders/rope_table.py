@@ -15,8 +15,11 @@ import numpy as np
 from manta.workers.models.model_config import RopeConfig
 
 
-def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> np.ndarray:
-    """Cosines then sines of every position's angles, float32 [num_positions, head_dim].
+def rope_table(
+    rope: RopeConfig | None, head_dim: int, num_positions: int, factors: np.ndarray | None = None
+) -> np.ndarray:
+    """Cosines then sines of every position's angles, float32 [num_positions, head_dim]. `factors`, float32
+    [rotary_dim / 2], multiply the angles.
 
     Dimensions that do not rotate have a cosine of 1 and a sine of 0: those from `rotary_dim` on, and all without a
     rope, for layers without positions.
@@ -32,6 +35,8 @@ def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> np
         attention_factor = 1.0
     else:
         inv_freq, attention_factor = _inverse_frequencies(rope, rotary_dim)
+    if factors is not None:
+        inv_freq = inv_freq * factors
     # The angles are rounded to float32, as in transformers. Their cosines are computed in float64 and rounded once.
     angles = np.outer(np.arange(num_positions, dtype=np.float32), inv_freq)
     for first in range(0, num_positions, _CHUNK_POSITIONS):

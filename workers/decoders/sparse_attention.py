@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
-from manta.workers.kernels.weights import IndexerWeights
+from manta.workers.kernels.weights import GrowthWeights, IndexerWeights
 from manta.workers.models.model_config import HeadShape, IndexerShape
 
 PIECE_BYTES = 32 << 20
@@ -38,6 +38,11 @@ class TokenChoice:
 
     def take(self, other: TokenChoice) -> None:
         self.slots, self.lens = other.slots, other.lens
+
+
+def head_growth(growth: GrowthWeights, metadata: AttentionMetadata, kernels: Kernels) -> torch.Tensor:
+    """Returns the factors on the queries of each head, float32 [num_tokens, num_heads]."""
+    return growth.rate * kernels.log1p(metadata.positions.float()).unsqueeze(-1) + growth.bias
 
 
 def index_keys(
@@ -58,7 +63,7 @@ def index_keys(
 def choose_tokens(
     weights: IndexerWeights,
     normed: torch.Tensor,
-    query_latents: torch.Tensor,
+    query_latents: torch.Tensor | None,
     cos_sin: torch.Tensor,
     rope_dim: int,
     cached_keys: torch.Tensor,
@@ -67,13 +72,19 @@ def choose_tokens(
     piece_bytes: int = PIECE_BYTES,
 ) -> TokenChoice:
     """Returns what the tokens of a step attend to, by their normed hidden states and the normed latent vectors of their
-    queries. `cached_keys` [num_blocks, block_size, ...] are those of all KV slots, this step's written. Scores of
-    several tokens take at most `piece_bytes` at a time.
+    queries, if they have some. `cached_keys` [num_blocks, block_size, ...] are those of all KV slots, this step's
+    written. Scores of several tokens take at most `piece_bytes` at a time.
     """
     shape, block_size = weights.shape, metadata.block_size
     if metadata.max_context_len <= shape.num_chosen:
         return TokenChoice()
+    if weights.query_norm is not None:
+        scale, bias = weights.query_norm
+        query_latents = (kernels.layer_norm(normed.float(), scale, shape.norm_eps) + bias).to(normed.dtype)
+    assert query_latents is not None
     queries = weights.queries.forward(query_latents, metadata).unflatten(-1, (shape.num_heads, -1))
+    if weights.growth is not None:
+        queries = queries * head_growth(weights.growth, metadata, kernels).unsqueeze(-1)
     queries = _rotated(queries, cos_sin, rope_dim, shape, metadata)
     shares = weights.shares.forward(normed.float())
     slots = torch.zeros((len(normed), shape.num_chosen), dtype=torch.int32, device=normed.device)

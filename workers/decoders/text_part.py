@@ -23,7 +23,10 @@ def text_part(model: Any) -> tuple[Any, Any]:
     """
     text = text_config(model.config)
     if text is model.config:
-        return model, getattr(model, base_name(model))
+        base = getattr(model, base_name(model))
+        if model.config.model_type == "chameleon":
+            del base.vqmodel  # which sees
+        return model, base
     causal_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if causal_class is None:
         return model, model.get_decoder()

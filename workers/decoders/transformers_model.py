@@ -59,6 +59,10 @@ _PROBE_LENS = (SHRUNK * SHRUNK + 8, 11)
 """Tokens of the two sequences of a probe. The first is longer than everything that is shrunk for it."""
 _PROBE_IDS = 97
 """A probe has token ids from 1 to this one, which any vocabulary has."""
+_LEAST_LOGIT = -1e4
+"""Logits below this one are those of tokens that a model never gives, such as the pictures of Chameleon."""
+_READ_OF_BASE = ("vocabulary_mapping",)
+"""Attributes of its base that a model's own code reads while it computes logits."""
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest norm of the difference, divided by the norm of the logits; with a wrong attention it is about 1."""
 
@@ -131,6 +135,8 @@ class TransformersModel:
             probe = _probe_tokens(config, own)
             expected = self._own_logits(causal_model, probe)
             self._final_hidden = _FinalHidden()
+            for name in (each for each in _READ_OF_BASE if hasattr(self._transformer, each)):
+                setattr(self._final_hidden, name, getattr(self._transformer, name))
             setattr(causal_model, base_name(causal_model), self._final_hidden)
             self._head = causal_model
             self._check(probe, expected, dtype)
@@ -258,7 +264,7 @@ class TransformersModel:
                 f"replaceable attention, and not {self.config.num_layers} times"
             )
         for own, paged in zip(expected, actual, strict=True):
-            own, paged = own.float(), paged.float()
+            own, paged = own.float().clamp(min=_LEAST_LOGIT), paged.float().clamp(min=_LEAST_LOGIT)
             if own.shape != paged.shape or own.shape[1] != self.config.vocab_size:
                 raise ModelError(f"{architecture} gives logits {list(own.shape)}, and paged {list(paged.shape)}")
             error_ratio = ((own - paged).norm() / (own - own.mean()).norm()).item()

@@ -28,12 +28,12 @@ from manta.workers.jax_worker.layer_arrays import (
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.jax_worker.weight_reader import DTYPES, WeightReader
 from manta.workers.models.families import describe
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from manta.workers.models.specs import (
     AttentionSpec,
     ExpertsSpec,
     GatedMlpSpec,
-    LatentAttentionSpec,
     LayerSpec,
     MixerSpec,
     RecurrentSpec,
@@ -122,6 +122,7 @@ def _attention(reader: WeightReader, config: ModelConfig, spec: AttentionSpec) -
 def _latent_attention(reader: WeightReader, spec: LatentAttentionSpec) -> LatentArrays:
     query, cached = reader.linears(spec.inputs)
     keys, values = reader.linears(spec.expansion)
+    assert spec.latent_norm is not None, "only layers with an indexer read the latent vectors of others"
     return LatentArrays(
         query,
         cached,

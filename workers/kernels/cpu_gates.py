@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from manta.workers.kernels import build, reference
+from manta.workers.kernels import build, cpu_recurrence, reference
 from manta.workers.kernels.cpu_linear import ALL_GATE_KINDS, DTYPES, HasNative, LinearCall, NativeLinear
 from manta.workers.kernels.layout import check
 from manta.workers.kernels.linears import GatedLinear
@@ -55,6 +55,15 @@ def limited_gate(activation: str, limit: float, gate_up: torch.Tensor) -> torch.
     addresses = gate_up.data_ptr(), output.data_ptr()
     library.manta_gate(DTYPES[gate_up.dtype], kind, limit, *addresses, rows, width // 2)
     return output
+
+
+def capped_gate(caps: tuple[float, ...], gate_up: torch.Tensor) -> torch.Tensor:
+    """Computes `gate` with SiLU, in which the gate that its sigmoid multiplies, and what it lets through, have these
+    soft bounds. Each function has the same bits in every form of the kernels.
+    """
+    gates, up = gate_up.float().chunk(2, dim=-1)
+    bounded, let_through = (cpu_recurrence.cap(each, limit) for each, limit in zip((gates, up), caps, strict=True))
+    return (bounded * cpu_recurrence.sigmoid(gates) * let_through).to(gate_up.dtype)
 
 
 class GateShape(NamedTuple):

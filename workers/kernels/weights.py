@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.block_weights import (
+    BlockEndsWeights,
+    BlockReadsWeights,
+    ClippedAttentionWeights,
+    DistanceWeights,
+)
+from manta.workers.kernels.linear_protocol import Linear as Linear
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.block_indexer import BlockIndexerShape
@@ -49,20 +55,12 @@ class LinearWeight:
     """The function of the gate, by its name in `ModelConfig.activation`."""
     gate_limit: float = 0.0
     """Bound of the gate and of what it lets through (`LinearSpec.gate_limit`); 0 for none."""
+    gate_caps: tuple[float, ...] = ()
+    """Soft bounds of both (`LinearSpec.gate_caps`); empty for none."""
 
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
         return self.weight if self.quantized is None else self.quantized.dequantized(self.dtype)
-
-
-class Linear(Protocol):
-    """A linear of any scheme, on any platform; of a model's share, perhaps with the sum over ranks inside."""
-
-    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        """x [num_rows, in_features] -> [num_rows, out_features], same dtype. `step` tells which sequence each row
-        belongs to, for linears that differ by sequence; None where the rows are not those of a step.
-        """
-        ...
 
 
 Embedding = Callable[[torch.Tensor], torch.Tensor]
@@ -123,16 +121,6 @@ class BlockIndexerWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class DistanceWeights:
-    """The weights of `DistanceSpec`."""
-
-    numbers: Linear
-    """hidden -> num_heads * rank"""
-    profiles: torch.Tensor
-    """float32 [rank, distances]"""
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
 class AttentionWeights:
     qkv: Linear
     """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
@@ -189,6 +177,14 @@ class RecurrentWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class GrowthWeights:
+    """The weights of `GrowthSpec`, float32 [num_heads]."""
+
+    rate: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class IndexerWeights:
     """The weights of `IndexerSpec`."""
 
@@ -200,6 +196,13 @@ class IndexerWeights:
     key_bias: torch.Tensor
     shares: Linear
     """hidden -> num_heads, in float32."""
+    query_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 [hidden], factors and biases of the norm of hidden states of which queries are made; None if these are
+    made of their latent vector.
+    """
+    growth: GrowthWeights | None = None
+    place: int = 0
+    """The place of its key among those that are cached beside one latent vector."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -212,7 +215,8 @@ class LatentAttentionWeights:
     inputs: Linear
     query_norm: torch.Tensor | None
     queries: Linear | None
-    latent_norm: torch.Tensor
+    latent_norm: torch.Tensor | None
+    """None if latent vectors are those of an earlier layer."""
     keys: torch.Tensor
     """[num_heads, plain_dim, head_dim]: from a head's unrotated query to a query of cached tokens."""
     values: torch.Tensor
@@ -228,6 +232,8 @@ class LatentAttentionWeights:
     """float32 [num_heads]; None in families without attention sinks."""
     key_norm: torch.Tensor | None = None
     """[rope_dim], of the rotated key before its rotation; None in families without."""
+    growth: GrowthWeights | None = None
+    """Factors on the queries of each head; None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -296,6 +302,7 @@ MixerWeights = (
     AttentionWeights
     | LatentAttentionWeights
     | CompressedAttentionWeights
+    | ClippedAttentionWeights
     | ShortConvWeights
     | RecurrentWeights
     | SideBySideWeights
@@ -521,6 +528,7 @@ class LayerWeights:
     """Factor on the MLP's result."""
     connections: tuple[ConnectionWeights, ...] = ()
     """Those of mixer and MLP; none for one residual stream."""
+    reads: BlockReadsWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -537,6 +545,9 @@ class DecoderWeights:
     final_gate: NormGateWeights | None = None
     embedding_norm: torch.Tensor | None = None
     gathering: ConnectionWeights | None = None
+    blocks: BlockEndsWeights | None = None
+    rope_factors: torch.Tensor | None = None
+    """float32 [rope_dim / 2], on the angles of each pair of dimensions; None for none."""
 
     @property
     def dtype(self) -> torch.dtype:

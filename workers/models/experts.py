@@ -5,7 +5,7 @@ from __future__ import annotations
 from manta.workers.models import llama
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig, RawValue
-from manta.workers.models.row_places import ExpertRows
+from manta.workers.models.row_places import ExpertRows, HeadPiece
 from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec
 from manta.workers.models.weight_specs import LinearSpec, WeightPart
 
@@ -97,6 +97,21 @@ def stored_either_way(usual: ExpertsSpec, other: ExpertsSpec) -> ExpertsSpec:
     """Returns experts that some checkpoints store as those of `other`."""
     pairs = zip(usual.experts, other.experts, strict=True)
     return usual._replace(experts=tuple(expert.or_as(elsewhere) for expert, elsewhere in pairs))
+
+
+def alternating(mlp: GatedMlpSpec, name: str, expert: ExpertRows | None = None) -> GatedMlpSpec:
+    """Returns an MLP that some checkpoints store otherwise: rows of its gates and of what they let through alternate in
+    the tensor `name`. If it is one of several experts in that tensor, `expert` says which.
+    """
+
+    def part_of(first: int, part: WeightPart) -> WeightPart:
+        part = part._replace(name=name, first_row=0)
+        if expert is None:
+            return part._replace(piece=HeadPiece(2, first, 1), stored_rows=2 * part.out_features)
+        return part._replace(expert=expert._replace(first=first, step=2, are_rows=True), stored_rows=None)
+
+    parts = tuple(part_of(first, part) for first, part in enumerate(mlp.gated.parts))
+    return mlp._replace(gated=mlp.gated.or_as(mlp.gated._replace(parts=parts)))
 
 
 def read_num_experts(raw: RawConfig, usual: int, *keys: str) -> int:

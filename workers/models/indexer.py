@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from manta.workers.models.dense import trial_layers
+from manta.workers.models.latent_specs import IndexerSpec
 from manta.workers.models.model_config import IndexerShape, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import IndexerSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
 
 OWN, SHARED = "full", "shared"
@@ -20,14 +20,17 @@ _INDEXED = "indexed_attention"
 """The kind of every layer in `layer_types`."""
 
 
-def read_indexer(raw: RawConfig, usual: IndexerShape, rope_dim: int) -> IndexerShape:
+def read_indexer(
+    raw: RawConfig, usual: IndexerShape, rope_dim: int, *, reads_hidden_states: bool = False
+) -> IndexerShape:
     """Returns the shape of the indexers of a model whose attention rotates `rope_dim` dimensions. `usual` has what a
-    configuration leaves out.
+    configuration leaves out. `reads_hidden_states` says whether queries are products of hidden states.
 
-    Raises `ConfigError` for sizes that do not fit, for queries without a latent vector, and for layers of other kinds.
+    Raises `ConfigError` for sizes that do not fit, for other queries without a latent vector, and for layers of other
+    kinds.
     """
     rank, head_dim = raw["q_lora_rank"], raw["index_head_dim"].even(usual.head_dim)
-    if rank.is_given and rank.value is None:
+    if rank.is_given and rank.value is None and not reads_hidden_states:
         raise rank.refused("a number, because the indexer's queries are products of the latent vector of queries")
     rope_dim = raw["qk_rope_head_dim"].even(rope_dim)
     if head_dim < rope_dim:
@@ -67,16 +70,17 @@ def with_shared_layers(config: ModelConfig, shared_layers: tuple[int, ...]) -> M
 
 
 def indexer(config: ModelConfig, index: int, prefix: str) -> IndexerSpec | None:
-    """Returns the indexer below `prefix` of a layer's attention; None for a layer without one."""
+    """Returns the indexer below `prefix` of a layer's attention; None for a layer without one. Its queries are made of
+    their latent vector, or of hidden states if they have none.
+    """
     shape, latent = config.indexer, config.latent
     if shape is None or index in shape.shared_layers:
         return None
     assert latent is not None
-    assert latent.query_rank is not None
     of_heads = WeightPart(f"{prefix}.wq_b", shape.num_heads * shape.head_dim)
     return IndexerSpec(
         shape,
-        queries=LinearSpec((of_heads,), latent.query_rank),
+        queries=LinearSpec((of_heads,), latent.query_rank or config.hidden_size),
         keys=LinearSpec((WeightPart(f"{prefix}.wk", shape.head_dim),), config.hidden_size),
         key_norm=NormSpec(f"{prefix}.k_norm", shape.head_dim),
         key_bias=TensorSpec(f"{prefix}.k_norm.bias", (shape.head_dim,), Split.NOTHING),

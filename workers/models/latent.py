@@ -9,10 +9,11 @@ import msgspec
 from manta.workers.models import llama
 from manta.workers.models.dense import read_dense, read_rope
 from manta.workers.models.indexer import indexer
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import IndexerShape, LatentShape, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.row_places import HeadPiece, TailOrder
-from manta.workers.models.specs import LatentAttentionSpec, LayerSpec
+from manta.workers.models.specs import LayerSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, WeightPart
 
 

@@ -10,7 +10,14 @@ import regex
 from manta.workers.models.block_indexer import BlockIndexerShape
 from manta.workers.models.compressed_shape import CompressedShape
 from manta.workers.models.ngrams import NgramShape
-from manta.workers.models.part_shapes import Eagle3Shape, HyperConnections, PartScales, SharedBlocks, StreamsConfig
+from manta.workers.models.part_shapes import (
+    Eagle3Shape,
+    HyperConnections,
+    InklingShape,
+    PartScales,
+    SharedBlocks,
+    StreamsConfig,
+)
 from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -308,6 +315,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `workers/models/` describes its family. Otherwise transformers' own model code runs it."""
     vocab_size: int
     """Width of the logits: rows of the head including padding, so it may exceed the tokenizer's vocabulary."""
+    num_stored_tokens: int | None = None
+    """Rows of the stored embedding and head, if only the first `vocab_size` ones count (Inkling)."""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -345,14 +354,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     recurrent: RecurrentShape | None = None
     """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
-    conv_width: int = 0
-    """Tokens that the convolutions of keys, values and results see in a family that has them (Inkling)."""
-    distance_rank: int = 0
-    """Numbers of each token and head of which a bias for each distance to another token is made (Inkling); 0 for no
-    such biases.
-    """
-    most_distance: int = 0
-    """Distance from which there is no bias, in layers without a window. With one it is the window."""
+    inkling: InklingShape | None = None
+    """The sizes of Inkling's parts; None in other families."""
     conv_bias: bool = False
     """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"

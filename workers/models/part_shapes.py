@@ -77,3 +77,59 @@ class PartScales(msgspec.Struct, frozen=True, kw_only=True):
     """Those on gates, x, B, C and time steps."""
     mlp: tuple[float, ...]
     """Those on the gates of the MLP, before their activation, and on its result."""
+
+
+class LayerLoop(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that run several times (Inkling 2's loops). Each pass begins with what the first one began with, and has
+    keys, values and states of its own.
+    """
+
+    first: int
+    """The first layer of the loop."""
+    end: int
+    """The layer after its last one."""
+    num_passes: int
+    gate_rank: int
+    """Width of what the gates on messages of the pass before are made of."""
+
+    @property
+    def length(self) -> int:
+        return self.end - self.first
+
+    def runs(self, num_layers: int) -> list[int]:
+        """Returns the layer that runs at each place, of a model with `num_layers` layers."""
+        return [*range(self.first), *(self.num_passes * [*range(self.first, self.end)]), *range(self.end, num_layers)]
+
+    def layer_at(self, place: int) -> tuple[int, int]:
+        """Returns the layer that runs at a place, and in which pass, from 0."""
+        if place < self.first:
+            return place, 0
+        if place >= self.first + self.length * self.num_passes:
+            return place - self.length * (self.num_passes - 1), 0
+        number, layer = divmod(place - self.first, self.length)
+        return self.first + layer, number
+
+
+class InklingShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of parts that only Inkling and Inkling 2 have."""
+
+    conv_width: int
+    """Tokens that the convolutions of keys, values and results see."""
+    distance_rank: int
+    """Numbers of each token and head of which a bias for each distance to another token is made."""
+    most_distance: int
+    """Distance from which there is no bias, in layers without a window. With one it is the window."""
+    head_limit: float = 0.0
+    """Bound of the lengths of queries and keys of a head (Inkling 2); 0 for none."""
+    number_limit: float = 0.0
+    """Bound of the length of the numbers of a head for distances (Inkling 2); 0 for none."""
+    gate_caps: tuple[float, ...] = ()
+    """Soft bounds of the gates of MLPs and of what they let through (`LinearSpec.gate_caps`); empty for none."""
+    layers_per_block: int = 0
+    """Layers whose results are summed to a block, which later layers read (Inkling 2); 0 for one residual stream."""
+    loop: LayerLoop | None = None
+    """The layers that run several times; None if each runs once."""
+
+    def layer_at(self, place: int) -> tuple[int, int]:
+        """Returns the layer that runs at a place, and in which pass, from 0."""
+        return (place, 0) if self.loop is None else self.loop.layer_at(place)

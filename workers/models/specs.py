@@ -11,22 +11,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from manta.workers.models.block_indexer import BlockIndexerSpec
+from manta.workers.models.block_specs import BlockEndsSpec, BlockReadsSpec, ClippedAttentionSpec, DistanceSpec
 from manta.workers.models.compressed_specs import CompressedAttentionSpec
-from manta.workers.models.model_config import IndexerShape, LatentShape
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.ngrams import NgramSpec
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 from manta.workers.models.weight_specs import ConnectionSpec, LinearSpec, NormSpec, Split, TensorSpec, WeightPart
-
-
-class DistanceSpec(NamedTuple):
-    """Biases on the products of queries and keys that depend on their distance (Inkling): `numbers(x) @ profiles` is
-    the bias for each distance.
-    """
-
-    numbers: LinearSpec
-    """The linear from hidden states to the numbers of all query heads."""
-    profiles: TensorSpec
-    """[rank, distances]"""
 
 
 class AttentionSpec(NamedTuple):
@@ -134,74 +124,6 @@ class RecurrentSpec(NamedTuple):
             yield from pieces
 
 
-class IndexerSpec(NamedTuple):
-    """The part of latent attention that chooses tokens, whose sizes are in `shape`. Each rank has all of it."""
-
-    shape: IndexerShape
-    queries: LinearSpec
-    """The linear from the queries' latent vector to the queries of all of its heads."""
-    keys: LinearSpec
-    """The linear from hidden states to the key."""
-    key_norm: NormSpec
-    key_bias: TensorSpec
-    """[head_dim]: what is added to the normed key."""
-    shares: LinearSpec
-    """The linear from hidden states to a number for each head."""
-
-    def linears(self) -> Iterator[LinearSpec]:
-        yield from (self.queries, self.keys, self.shares)
-
-
-class LatentAttentionSpec(NamedTuple):
-    """Latent attention. Ranks split the heads. Each has the whole latent vector."""
-
-    shape: LatentShape
-    """The sizes of this layer's attention."""
-    head_dim: int
-    """Width of a cached token (`ModelConfig.latent`)."""
-    inputs: LinearSpec
-    """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
-    cached latent vector with the key that rotates.
-    """
-    query_norm: NormSpec | None
-    """The norm of the queries' latent vector; None if there is none."""
-    queries: LinearSpec | None
-    """The linear from the queries' latent vector to the queries of all heads; None if there is none."""
-    latent_norm: NormSpec
-    expansion: LinearSpec
-    """The linear from the cached latent vector to the unrotated keys of all heads, then to their values."""
-    output: LinearSpec
-    indexer: IndexerSpec | None = None
-    """The choice of tokens; None if attention reads all, or those that an earlier layer chose."""
-    gate: LinearSpec | None = None
-    """The linear from hidden states to numbers whose sigmoids multiply the heads' values: one for each head (Ling 3),
-    or one for each value (HY 4); None for none.
-    """
-    sinks: str | None = None
-    """The tensor [num_heads] of attention sinks, as those of `AttentionSpec`."""
-    key_norm: NormSpec | None = None
-    """The norm of the key that rotates, before its rotation; None if there is none (dots3.note)."""
-
-    def linears(self) -> Iterator[LinearSpec]:
-        linears = (self.inputs, self.queries, self.expansion, self.gate, self.output)
-        yield from (linear for linear in linears if linear is not None)
-        if self.indexer is not None:
-            yield from self.indexer.linears()
-
-    def norms(self) -> Iterator[NormSpec]:
-        if self.query_norm is not None:
-            yield self.query_norm
-        yield self.latent_norm
-        if self.key_norm is not None:
-            yield self.key_norm
-        if self.indexer is not None:
-            yield self.indexer.key_norm
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        if self.indexer is not None:
-            yield self.indexer.key_bias
-
-
 class SideBySideSpec(NamedTuple):
     """Attention and a recurrent mixer with the same input, whose results are summed (Falcon-H1)."""
 
@@ -219,7 +141,13 @@ class SideBySideSpec(NamedTuple):
 
 
 MixerSpec = (
-    AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+    AttentionSpec
+    | LatentAttentionSpec
+    | CompressedAttentionSpec
+    | ClippedAttentionSpec
+    | ShortConvSpec
+    | RecurrentSpec
+    | SideBySideSpec
 )
 """The part of a layer that combines tokens. Each kind lists its weights, and has an `output` linear, whose inputs ranks
 split, or two mixers.
@@ -489,6 +417,10 @@ class LayerSpec(NamedTuple):
     """The tensor [1] that multiplies the MLP's result; None for none."""
     stream_scale: float = 1.0
     """Factor on the residual stream after a layer without `scalar` (RWKV)."""
+    reads: BlockReadsSpec | None = None
+    """How mixer and MLP read blocks of layers; None if they read the residual stream (Inkling 2)."""
+    repeats: int | None = None
+    """The earlier layer that runs again here, with all of its weights; None for a layer of its own."""
 
     @property
     def norm_gates(self) -> tuple[NormGateSpec | None, NormGateSpec | None]:
@@ -506,13 +438,13 @@ class LayerSpec(NamedTuple):
         yield from (norm for norm in around if norm is not None)
         if self.own_input is not None:
             yield self.own_input.norm
-        for part in (self.beside, self.mixer, self.block, self.updates, self.ngrams):
+        for part in (self.beside, self.mixer, self.block, self.updates, self.ngrams, self.reads):
             if part is not None:
                 yield from part.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        others = self.updates, self.shortcut, *self.norm_gates
+        others = self.updates, self.shortcut, *self.norm_gates, self.reads
         for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.ngrams, *others):
             if part is not None:
                 yield from part.linears()
@@ -520,7 +452,7 @@ class LayerSpec(NamedTuple):
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yields every other tensor of the layer that counts as a parameter."""
-        for part in (self.mixer, *self.connections):
+        for part in (self.mixer, *self.connections, self.reads):
             if part is not None:
                 yield from part.tensors()
         yield from self.convolutions or ()
@@ -549,6 +481,15 @@ class DecoderSpec(NamedTuple):
     """The norm of embeddings; None for none."""
     gathering: ConnectionSpec | None = None
     """The shares by which the last norm reads the residual streams of `ModelConfig.connections`."""
+    blocks: BlockEndsSpec | None = None
+    """The reads of blocks of layers outside of layers; None in families without such blocks."""
+    rope_exponents: TensorSpec | None = None
+    """[rope_dim / 2]: the logarithms of factors on the angles of each pair of dimensions; None for no factors."""
+
+    @property
+    def own_layers(self) -> list[LayerSpec]:
+        """The layers, each once."""
+        return [layer for layer in self.layers if layer.repeats is None]
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
@@ -559,7 +500,7 @@ class DecoderSpec(NamedTuple):
             yield from (*self.streams.spread, *self.streams.gather)
         if self.final_gate is not None:
             yield from self.final_gate.linears()
-        for layer in self.layers:
+        for layer in self.own_layers:
             yield from layer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
@@ -567,7 +508,7 @@ class DecoderSpec(NamedTuple):
         yield self.final_norm
         if self.embedding_norm is not None:
             yield self.embedding_norm
-        for layer in self.layers:
+        for layer in self.own_layers:
             yield from layer.norms()
 
     def num_parameters(self) -> int:
@@ -578,7 +519,7 @@ class DecoderSpec(NamedTuple):
             if linear is not self.head
         )
         heads = (1 if self.is_tied else 2) * self.head.out_features * self.head.in_features
-        tensors = sum(math.prod(tensor.shape) for layer in self.layers for tensor in layer.tensors())
+        tensors = sum(math.prod(tensor.shape) for layer in self.own_layers for tensor in layer.tensors())
         return linears + heads + sum(norm.size for norm in self.norms()) + tensors
 
     @property

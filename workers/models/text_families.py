@@ -35,6 +35,7 @@ class TextFamily(NamedTuple):
         return {key: size for key, size in self.sizes._asdict().items() if size is not None} | self.others
 
 
+_PADDED = {"unpadded_vocab_size": 200058}
 TEXT_FAMILIES = {
     "axk1": TextFamily("AXK1ForCausalLM", Sizes(163840, 7168, 18432, 61, 64, None, 32768)),
     "axk2": TextFamily("AXK2ForCausalLM", Sizes(163840, 2048, 5120, 48, 32, None, 131072)),
@@ -99,6 +100,8 @@ TEXT_FAMILIES = {
         },
     ),
     "granitemoehybrid": TextFamily("GraniteMoeHybridForCausalLM", Sizes(32000, 4096, 11008, 32, 32, None, 2048)),
+    "inkling2_loop_text": TextFamily("Inkling2LoopForCausalLM", Sizes(201024, 2304, None, 24, 24, 8, 1048576), _PADDED),
+    "inkling2_text": TextFamily("Inkling2ForCausalLM", Sizes(201024, 4608, None, 48, 48, 8, 1048576), _PADDED),
     "inkling_text": TextFamily("InklingForCausalLM", Sizes(201024, 6144, 24576, 66, 64, 8, 131072)),
     "internlm3": TextFamily("LlamaForCausalLM", Sizes(128512, 4096, 10240, 48, 32, 2, 32768), {"rms_norm_eps": 1e-05}),
     "hy_v4": TextFamily("HYV4ForCausalLM", Sizes(120832, 2816, 6912, 34, 32, None, 262144)),
@@ -135,6 +138,21 @@ TEXT_FAMILIES = {
                 "llama_4_scaling_beta": 0.1,
                 "partial_rotary_factor": 0.5,
                 "rope_type": "yarn",
+            }
+        },
+    ),
+    "mistral_large4_text": TextFamily(
+        "MistralLarge4TextModel",
+        Sizes(204800, 6144, 24576, 72, 64, None, 1048576),
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2048.0,
+                "original_max_position_embeddings": 512,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.0,
             }
         },
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 
 from manta.workers.models.families import describe
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
 from manta.workers.models.recurrent_shapes import RecurrentKind
 from manta.workers.models.specs import (
@@ -15,7 +16,6 @@ from manta.workers.models.specs import (
     CompressedAttentionSpec,
     DecoderSpec,
     ExpertsSpec,
-    LatentAttentionSpec,
     RecurrentSpec,
     ShortConvSpec,
     SideBySideSpec,
@@ -70,6 +70,7 @@ class Variant(enum.Enum):
     NGRAMS = "rows of tables of n-grams"
     DISTANCES = "biases by the distance of tokens"
     CONVOLVED_RESULTS = "convolutions of keys, values and results"
+    BLOCKS = "layers that read blocks of layers"
     JOINED_INPUT = "layers that read an embedding beside the residual stream"
     DRAFT_HEAD = "draft heads"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -104,6 +105,7 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.NGRAMS,
             Variant.DISTANCES,
             Variant.CONVOLVED_RESULTS,
+            Variant.BLOCKS,
             Variant.TIME_MIXING,
             Variant.CHANNEL_MIXING,
         }
@@ -118,6 +120,7 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.NGRAMS,
             Variant.DISTANCES,
             Variant.CONVOLVED_RESULTS,
+            Variant.BLOCKS,
             Variant.TIME_MIXING,
             Variant.CHANNEL_MIXING,
             Variant.JOINED_INPUT,
@@ -192,12 +195,13 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.STREAMS: config.streams is not None or config.num_gated_streams > 1,
         Variant.NGRAMS: config.ngrams is not None,
-        Variant.DISTANCES: config.distance_rank > 0,
-        Variant.CONVOLVED_RESULTS: config.conv_width > 0,
+        Variant.DISTANCES: config.inkling is not None,
+        Variant.CONVOLVED_RESULTS: config.inkling is not None,
+        Variant.BLOCKS: spec.blocks is not None,
         Variant.COMPRESSED: config.compressed is not None,
         Variant.TABLES: config.experts is not None and bool(config.experts.hashed_layers),
         Variant.CONNECTIONS: config.connections is not None,
-        Variant.LIMITED_GATES: config.experts is not None and config.experts.gate_limit > 0,
+        Variant.LIMITED_GATES: any(linear.gate_limit or linear.gate_caps for linear in spec.linears()),
         Variant.JOINED_INPUT: any(layer.joins_input for layer in layers),
         Variant.DRAFT_HEAD: config.is_draft_head,
         Variant.CHUNKS: config.windows_are_chunks,

@@ -63,6 +63,8 @@ class TensorSpec(NamedTuple):
     """Number of rows of the stored tensor, of which this one is a piece; None if it is the whole tensor."""
     stored_shape: tuple[int, ...] | None = None
     """The shape of the stored tensor, if it has more dimensions than `shape`; None otherwise."""
+    is_transposed: bool = False
+    """Whether the stored tensor has these two dimensions in the other order."""
     is_log_rate: bool = False
     """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
 
@@ -113,6 +115,10 @@ class LinearSpec(NamedTuple):
     """The part of a token's gates that are turned off, if they are normally distributed (Gemma 3n); 0 for none."""
     gate_limit: float = 0.0
     """Bound of the gates and of what they let through (`ExpertsConfig.gate_limit`); 0 for none."""
+    gate_caps: tuple[float, ...] = ()
+    """Soft bounds of the gates and of what they let through. A gate's sigmoid is not bounded (Inkling 2): the result is
+    `cap(gate) * sigmoid(gate) * cap(up)`. Empty for none.
+    """
 
     @property
     def name(self) -> str:

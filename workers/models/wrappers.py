@@ -45,6 +45,9 @@ WRAPPERS = {
     "GraniteSpeechPlusForConditionalGeneration": Wrapper("granite"),
     "Idefics2ForConditionalGeneration": Wrapper("mistral"),
     "Idefics3ForConditionalGeneration": Wrapper("llama"),
+    "Inkling2ForConditionalGeneration": Wrapper("inkling2_text"),
+    "Inkling2LoopForConditionalGeneration": Wrapper("inkling2_loop_text"),
+    "InklingForConditionalGeneration": Wrapper("inkling_text"),
     "InternVLChatModel": Wrapper("llama", ("llm_config",)),
     "InternVLForConditionalGeneration": Wrapper("qwen2"),
     "JanusForConditionalGeneration": Wrapper("llama"),
@@ -63,6 +66,7 @@ WRAPPERS = {
     "MiniCPMV4_6ForConditionalGeneration": Wrapper("qwen3_5_text"),
     "MiniCPMV4_7ForConditionalGeneration": Wrapper("qwen3_5_text"),
     "Mistral3ForConditionalGeneration": Wrapper("mistral"),
+    "MistralLarge4ForConditionalGeneration": Wrapper("mistral_large4_text"),
     "MossTranscribeDiarizeForConditionalGeneration": Wrapper("qwen3"),
     "NemotronH_Omni_Reasoning_V3": Wrapper("nemotron_h"),
     "OmniASRForConditionalGeneration": Wrapper("llama"),
@@ -96,6 +100,8 @@ DECODERS = {"Emu3ForCausalLM": "emu3_text_model", "Gemma4UnifiedForCausalLM": "g
 """Architectures of text decoders alone that compute as a native family under another name, and the `model_type` of
 their configurations.
 """
+_CLASSIFIERS = ("shieldgemma2",)
+"""Values of `model_type` of classifiers that may name the architecture of a wrapper."""
 _DTYPES = ("dtype", "torch_dtype")
 """Keys of the dtype, which may stand beside the text decoder's configuration instead of in it."""
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -126,7 +132,7 @@ def text_decoder(raw: RawConfig) -> tuple[str, RawConfig] | None:
     wrapper, or if its decoder has no native form.
     """
     wrapper = WRAPPERS.get(raw.architecture or "")
-    if wrapper is None:
+    if wrapper is None or raw["model_type"].value in _CLASSIFIERS:
         return None
     text = raw
     if not (wrapper.may_be_flat and raw[wrapper.path[0]].value is None):

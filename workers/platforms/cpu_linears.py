@@ -14,7 +14,7 @@ from manta.workers.kernels import cpu_adapters, cpu_linear, cpu_quantized_linear
 from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, AdaptedLinear, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_adapters import StepAdapters
-from manta.workers.kernels.cpu_gates import GateShape, with_gate
+from manta.workers.kernels.cpu_gates import GateShape, capped_gate, with_gate
 from manta.workers.kernels.cpu_linear import PackedLinear, Place, place_alone
 from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
@@ -32,7 +32,7 @@ _PACK_ROWS = 32
 
 def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
     """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it."""
-    if weight.gated and not weight.gate_limit:
+    if weight.gated and not _has_bounds(weight):
         return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation)
     if weight.gated:
         return _gated(make_cpu_linear(weight.dense(), weight.bias, place), weight)
@@ -65,7 +65,7 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
         assert weight.rounded_to is not None
         shape = rounded_shape(weight.weight, weight.rounded_to)
     pack = functools.partial(cpu_quantized_linear.pack, shape, weight.bias, weight.dtype, place=place, fill=read)
-    has_silu = weight.gated and weight.activation == "silu" and not weight.gate_limit
+    has_silu = weight.gated and weight.activation == "silu" and not _has_bounds(weight)
     gated = pack(gated=True) if has_silu else None
     if gated is not None:
         return gated
@@ -77,8 +77,14 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
     return _gated(linear, weight) if weight.gated else linear
 
 
+def _has_bounds(weight: LinearWeight) -> bool:
+    return bool(weight.gate_limit or weight.gate_caps)
+
+
 def _gated(linear: Linear, weight: LinearWeight) -> GatedLinear:
     """Returns the linear of a gated weight, which computes gates and what they let through, with its gate."""
+    if weight.gate_caps:
+        return GatedLinear(linear, functools.partial(capped_gate, weight.gate_caps))
     out_features, in_features = weight.weight.shape
     return with_gate(
         linear, GateShape(weight.activation, weight.gate_limit, weight.dtype, out_features // 2, in_features)

@@ -31,15 +31,12 @@ from manta.workers.kernels.weights import (
     ConnectionWeights,
     DecoderWeights,
     DeepRouterWeights,
-    DistanceWeights,
     DraftHeadWeights,
     Eagle3Weights,
     Embedding,
     ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
-    LayerInputsWeights,
-    LayerInputWeights,
     LayerWeights,
     Linear,
     LinearWeight,
@@ -53,21 +50,19 @@ from manta.workers.kernels.weights import (
     ShortConvWeights,
     SideBySideWeights,
 )
+from manta.workers.models.block_specs import ClippedAttentionSpec
 from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.draft_heads import DraftHeadSpec
 from manta.workers.models.eagle3 import Eagle3Spec
+from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.recurrent_shapes import ConvolvedShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DeepRouterSpec,
-    DistanceSpec,
     ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
-    LatentAttentionSpec,
-    LayerInputSpec,
-    LayerInputsSpec,
     LayerSpec,
     LowRankSpec,
     MixerSpec,
@@ -89,6 +84,7 @@ from manta.workers.parallel.sharded_layers import (
 )
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
+from manta.workers.torch_worker.block_loader import load_clipped_attention, load_distances, load_ends, load_reads
 from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
 from manta.workers.torch_worker.mixer_loader import (
     PartReader,
@@ -100,6 +96,8 @@ from manta.workers.torch_worker.mixer_loader import (
 from manta.workers.torch_worker.stream_loader import (
     Readers,
     load_block_indexer,
+    load_layer_input,
+    load_layer_inputs,
     load_ngrams,
     load_shares,
     load_streams,
@@ -213,17 +211,20 @@ class WeightLoader:
             self._bank.note_modules(part.name for linear in self.spec.linears() for part in linear.parts)
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
         embedding, head = self._ends()
-        layers = [self._layer(layer) for layer in self.spec.layers]
+        layers: list[LayerWeights] = []
+        for spec in self.spec.layers:
+            layers.append(self._layer(spec) if spec.repeats is None else layers[spec.repeats])
         final_norm = self._norm(self.spec.final_norm)
-        inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
+        inputs = load_layer_inputs(self.spec.layer_inputs, self._readers)
         streams = load_streams(self.spec.streams, self._readers)
         scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
         gate = self._norm_gate(self.spec.final_gate)
         embedding_norm = self._norm(self.spec.embedding_norm)
         gathering = None if self.spec.gathering is None else self._connection(self.spec.gathering)
-        return DecoderWeights(
-            embedding, layers, final_norm, head, inputs, streams, scaling, gate, embedding_norm, gathering
-        )
+        ends = load_ends(self._reader, self.spec.blocks)
+        rope = None if self.spec.rope_exponents is None else exponential(self._tensor(self.spec.rope_exponents))
+        parts = inputs, streams, scaling, gate, embedding_norm, gathering, ends, rope
+        return DecoderWeights(embedding, layers, final_norm, head, *parts)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
         """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
@@ -274,10 +275,6 @@ class WeightLoader:
             return linear
         return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
 
-    def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
-        table = self._table(spec.table, spec.width)
-        return LayerInputsWeights(table, self._linear(spec.projection), self._norm(spec.norm))
-
     def _table(self, part: WeightPart, width: int) -> Embedding:
         """Returns the lookup of a table [num_rows, width]."""
         read = self.linears.read_table(part, width)
@@ -288,9 +285,6 @@ class WeightLoader:
     @property
     def _readers(self) -> Readers:
         return Readers(self._linear, self._plain_linear, self._norm, self._tensor, self._vector, self._table)
-
-    def _layer_input(self, spec: LayerInputSpec) -> LayerInputWeights:
-        return LayerInputWeights(self._linear(spec.gate), self._linear(spec.projection), self._norm(spec.norm))
 
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
@@ -303,7 +297,7 @@ class WeightLoader:
             spec.is_parallel,
             spec.stream_factors,
             None if spec.beside is None else self._beside(spec.beside),
-            None if spec.own_input is None else self._layer_input(spec.own_input),
+            load_layer_input(spec.own_input, self._readers),
             spec.stream_scale if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             load_updates(spec.updates, spec.mlp, self._readers, SquaresOverRanks(self._group, self._exact)),
@@ -318,6 +312,7 @@ class WeightLoader:
             self._filters(spec.convolutions),
             1.0 if spec.mlp_scale is None else self._scalar(spec.mlp_scale),
             tuple(map(self._connection, spec.connections)),
+            load_reads(self._reader, spec.reads),
         )
 
     def _connection(self, spec: ConnectionSpec) -> ConnectionWeights:
@@ -439,6 +434,8 @@ class WeightLoader:
             return load_latent_attention(self._reader, spec, self._exact)
         if isinstance(spec, CompressedAttentionSpec):
             return load_compressed_attention(self._reader, spec)
+        if isinstance(spec, ClippedAttentionSpec):
+            return load_clipped_attention(self._reader, spec)
         if isinstance(spec, RecurrentSpec):
             return self._recurrent(spec)
         if isinstance(spec, SideBySideSpec):
@@ -481,11 +478,8 @@ class WeightLoader:
             gate=None if spec.gate is None else self._adapted(spec.gate),
             indexer=load_block_indexer(spec.indexer, self._readers),
             convolutions=self._filters(spec.convolutions),
-            distances=None if spec.distances is None else self._distances(spec.distances),
+            distances=None if spec.distances is None else load_distances(self._reader, spec.distances),
         )
-
-    def _distances(self, spec: DistanceSpec) -> DistanceWeights:
-        return DistanceWeights(self._adapted(spec.numbers), self._tensor(spec.profiles))
 
     def _filters(self, specs: tuple[TensorSpec, TensorSpec] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the filters [channels, width] of two convolutions."""
@@ -549,7 +543,9 @@ class WeightLoader:
         """Returns this rank's linear, which takes the adapters of `bank`."""
         weight = self._as_kept(self.linears.read(spec), is_head)
         linear = self._make_linear(
-            dataclasses.replace(weight, activation=self._config.activation, gate_limit=spec.gate_limit)
+            dataclasses.replace(
+                weight, activation=self._config.activation, gate_limit=spec.gate_limit, gate_caps=spec.gate_caps
+            )
         )
         if bank is not None:
             linear = bank.around(linear, spec, self.linears.stored(spec))

@@ -18,6 +18,7 @@ from manta.workers.kernels.weights import (
     ConnectionWeights,
     EntriesWeights,
     EntryIndexerWeights,
+    GrowthWeights,
     IndexerWeights,
     LatentAttentionWeights,
     Linear,
@@ -27,8 +28,8 @@ from manta.workers.models.compressed_specs import (
     CompressorSpec,
     EntryIndexerSpec,
 )
+from manta.workers.models.latent_specs import IndexerSpec, LatentAttentionSpec
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import IndexerSpec, LatentAttentionSpec
 from manta.workers.models.weight_specs import ConnectionSpec, LinearSpec, NormSpec, Split, TensorSpec
 from manta.workers.torch_worker.weight_platform import WeightPlatform
 
@@ -61,7 +62,7 @@ def load_latent_attention(read: PartReader, spec: LatentAttentionSpec, exact: bo
         inputs=inputs,
         query_norm=None if spec.query_norm is None else read.norm(spec.query_norm),
         queries=queries,
-        latent_norm=read.norm(spec.latent_norm),
+        latent_norm=None if spec.latent_norm is None else read.norm(spec.latent_norm),
         keys=read.placed(keys),
         values=read.placed(values),
         output=read.linear(spec.output),
@@ -69,14 +70,27 @@ def load_latent_attention(read: PartReader, spec: LatentAttentionSpec, exact: bo
         gate=None if spec.gate is None else read.linear(spec.gate),
         key_norm=None if spec.key_norm is None else read.norm(spec.key_norm),
         sinks=None if spec.sinks is None else read.sinks(spec.sinks),
+        growth=None if spec.growth is None else GrowthWeights(*map(read.sinks, spec.growth)),
     )
 
 
 def _indexer(read: PartReader, spec: IndexerSpec) -> IndexerWeights:
-    norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
-    queries, keys = read.linear(spec.queries), read.linear(spec.keys)
-    norms = read.tensor(norm), read.tensor(spec.key_bias)
-    return IndexerWeights(spec.shape, queries, keys, *norms, read.plain_linear(spec.shares))
+    def vector(name: str, size: int) -> torch.Tensor:
+        return read.tensor(TensorSpec(name, (size,), Split.NOTHING))
+
+    queries, keys, norm = read.linear(spec.queries), read.linear(spec.keys), spec.query_norm
+    growth = None if spec.growth is None else [vector(name, spec.shape.num_heads) for name in spec.growth]
+    return IndexerWeights(
+        spec.shape,
+        queries,
+        keys,
+        vector(f"{spec.key_norm.name}.weight", spec.key_norm.size),
+        read.tensor(spec.key_bias),
+        read.plain_linear(spec.shares),
+        None if norm is None else (vector(f"{norm.name}.weight", norm.size), vector(f"{norm.name}.bias", norm.size)),
+        None if growth is None else GrowthWeights(*growth),
+        spec.place,
+    )
 
 
 def load_compressed_attention(read: PartReader, spec: CompressedAttentionSpec) -> CompressedAttentionWeights:

@@ -1,5 +1,5 @@
 """Loads the parts of models with several residual streams: alternating updates, shares of results, tables of n-grams,
-and the choice of blocks of tokens. Called by the loader, which reads and places their weights.
+inputs of each layer, and the choice of blocks of tokens. Called by the loader, which reads and places their weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from manta.workers.kernels.weights import (
     BlockIndexerWeights,
     Embedding,
+    LayerInputsWeights,
+    LayerInputWeights,
     Linear,
     NgramWeights,
     RowSums,
@@ -23,7 +25,14 @@ from manta.workers.kernels.weights import (
 )
 from manta.workers.models.block_indexer import BlockIndexerSpec
 from manta.workers.models.ngrams import NgramShape, NgramSpec
-from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec, StreamsSpec, UpdatesSpec
+from manta.workers.models.specs import (
+    ExpertsSpec,
+    GatedMlpSpec,
+    LayerInputSpec,
+    LayerInputsSpec,
+    StreamsSpec,
+    UpdatesSpec,
+)
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, TensorSpec, WeightPart
 from manta.workers.torch_worker.embedding_lookup import look_up_pieces
 
@@ -46,6 +55,18 @@ def load_streams(spec: StreamsSpec | None, read: Readers) -> StreamsWeights | No
     if spec is None:
         return None
     return StreamsWeights(tuple(map(read.linear, spec.spread)), tuple(map(read.linear, spec.gather)))
+
+
+def load_layer_inputs(spec: LayerInputsSpec | None, read: Readers) -> LayerInputsWeights | None:
+    if spec is None:
+        return None
+    return LayerInputsWeights(read.table(spec.table, spec.width), read.linear(spec.projection), read.norm(spec.norm))
+
+
+def load_layer_input(spec: LayerInputSpec | None, read: Readers) -> LayerInputWeights | None:
+    if spec is None:
+        return None
+    return LayerInputWeights(read.linear(spec.gate), read.linear(spec.projection), read.norm(spec.norm))
 
 
 def load_updates(

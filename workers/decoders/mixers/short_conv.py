@@ -27,10 +27,15 @@ def run_short_conv(
 
 
 def with_convolution(
-    x: torch.Tensor, kernel: torch.Tensor, state: torch.Tensor, step: RecurrentStep, kernels: RecurrentKernels
+    x: torch.Tensor,
+    kernel: torch.Tensor,
+    state: torch.Tensor,
+    step: RecurrentStep,
+    kernels: RecurrentKernels,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Returns rows x [num_tokens, channels] and their convolution, added, and writes the step's states, float32
-    [num_slots, channels, width - 1].
+    """Returns rows x [num_tokens, channels] and their convolution, added, times `scale`. Writes the step's states,
+    float32 [num_slots, channels, width - 1].
     """
     wide = x.float()
-    return (kernels.convolve(wide, kernel, None, state, step) + wide).to(x.dtype)
+    return ((kernels.convolve(wide, kernel, None, state, step) + wide) * scale).to(x.dtype)
