@@ -431,6 +431,8 @@ def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
 def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper has no owner to tell, and would offer the stream only later."""
     monkeypatch.setattr(keeper, "GRACE_S", 5.0)
+    for each in two.keepers:
+        monkeypatch.setattr(each, "_has_died", keeper._nobody_knows)
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     two.add()
@@ -454,7 +456,7 @@ def test_an_unanswered_delete_is_not_called_done(two: TwoIngresses, monkeypatch:
 def test_a_failing_recorder_ends_its_stream(
     two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(recorder: Recorder, recalls: bool) -> None:
+    async def broken(recorder: Recorder) -> None:
         raise RuntimeError("a broken recorder")
 
     monkeypatch.setattr(Recorder, "_take", broken)

@@ -198,6 +198,50 @@ async def test_no_copy_at_a_left_keeper_runs_again() -> None:
 
 
 @async_test
+async def test_a_dead_ingress_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams go on at once. Those of one whose connection breaks meanwhile wait for its return."""
+    monkeypatch.setattr(keeper, "GRACE_S", 3600.0)
+    world = World(3, 1)
+    world.tells_deaths = True
+    dying, cut_off, _ = world.ingresses
+    recordings = [each.streams.begin(opening(NUM_TOKENS, seed)) for seed, each in enumerate((dying, cut_off))]
+    first, second = (each.opening.stream_id for each in recordings)
+    world.run_engines(10)
+    await until(lambda: sum(each.num_safe for each in recordings) == 10)
+    world.cut(cut_off, world.keepers[0])
+    world.kill_ingress(dying)
+    await until(lambda: any(each.owns(first) for each in world.ingresses))
+    world.connect(cut_off, world.keepers[0])
+    world.run_engines()
+    assert await read_elsewhere(world.ingresses[-1], first) == tokens_of(0, NUM_TOKENS)
+    assert await read(cut_off, recordings[1]) == tokens_of(1, NUM_TOKENS)
+    assert [each.owns(second) for each in world.ingresses] == [True, False]
+    world.close()
+
+
+@async_test
+async def test_an_orphan_waits_for_the_next_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only ingress has died. The one that comes need not wait for the time of another offer."""
+    monkeypatch.setattr(keeper, "OFFER_S", 3600.0)
+    world = World(1, 1)
+    world.tells_deaths = True
+    recording = world.ingresses[0].streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.run_engines(10)
+    await until(lambda: recording.num_safe == 10)
+    kept = world.keepers[0].keeper
+    world.kill_ingress(world.ingresses[0])
+    offering = kept._offering
+    await until(lambda: kept._offering is not offering and not kept._asking)
+    successor = world.add()
+    await until(lambda: successor.owns(stream_id))
+    world.run_engines()
+    assert await read_elsewhere(successor, stream_id) == tokens_of(3, NUM_TOKENS)
+    assert successor.num_generated == NUM_TOKENS - 10
+    world.close()
+
+
+@async_test
 async def test_one_of_two_that_claim_goes_on() -> None:
     """Two keepers have copies of an orphan, and each offers its own to an ingress that hears nothing of the other."""
     world = World(1, 2)

@@ -59,6 +59,7 @@ class Races:
     def __init__(self, seed: int) -> None:
         self.chooser = random.Random(seed)
         self.world = World(0, 0)
+        self.world.tells_deaths = seed % 2 == 0
         self.world.tokens_at_once = lambda: self.chooser.randint(1, 3)
         self.nodes = [Node(self.world, number) for number in range(3)]
         self.num_nodes = 3

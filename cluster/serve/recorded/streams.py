@@ -31,6 +31,7 @@ from manta.cluster.serve.channel.token_channel import Connection
 from manta.cluster.serve.recorded.copies import LOOK_UP_S, Copies, Found
 from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
 from manta.cluster.serve.recorded.recorder import Reader, Recorder
+from manta.cluster.serve.requests.turn_budget import TurnBudget
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.serve_limits import StreamLimits
 from manta.cluster.telemetry.request_log import log_event
@@ -44,6 +45,12 @@ CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
 LATE_S = 0.5
 """Seconds after which an acknowledgement of a keeper is late, so that the request log tells of it."""
+REPLAYED_A_TURN = 2048
+"""Recorded entries that adopted streams take in one turn of the event loop; each takes a few microseconds."""
+READ_A_TURN = 256
+"""Recorded entries that all readers turn into events in one turn of the event loop; each takes ten times as long. Each
+stream that lives or goes on has to wait for the turn.
+"""
 GROWTH = 2
 """Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
 
@@ -87,8 +94,10 @@ class RecordedStreams:
         self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
         self._adopting: set[str] = set()
-        self._replaying = asyncio.Lock()
-        """Lock of the adopted stream whose entries are read."""
+        self._replaying = TurnBudget(REPLAYED_A_TURN)
+        """Entries of adopted streams that are read."""
+        self._catching_up = TurnBudget(READ_A_TURN)
+        """Entries that readers catch up on. They are many when another ingress has ended, whose clients come here."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
@@ -142,7 +151,7 @@ class RecordedStreams:
         return known or recording
 
     def read(self, recording: Recording) -> Reader:
-        return Reader(self._client.tokenizer, self.follow(recording))
+        return Reader(self._client.tokenizer, self.follow(recording), self._catching_up)
 
     async def cancel(self, recording: Recording) -> None:
         deadline = time.monotonic() + CANCEL_S
