@@ -12,7 +12,7 @@ from manta.cluster.errors import QueueFull, Unavailable
 from manta.cluster.handshake import format_of
 from manta.cluster.http.exchange.recorded_engines import MIN_UNREAD_S
 from manta.cluster.http.exchange.recordings import OVERHEAD_BYTES, Opening
-from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
+from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, ToKeeper, Write
 from manta.cluster.serve.channel.token_channel import Address
 from manta.cluster.serve.recorded import copies, following, keeper, streams
 from manta.cluster.serve_limits import StreamLimits
@@ -29,6 +29,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "MOVE_S", 0.3)
     monkeypatch.setattr(streams, "LOOK_UP_S", 0.1)
     monkeypatch.setattr(keeper, "GRACE_S", 0.05)
+    monkeypatch.setattr(keeper, "ENDED_AFTER_S", 0.05)
     monkeypatch.setattr(keeper, "OFFER_S", 0.1)
 
 
@@ -220,6 +221,38 @@ async def test_a_dead_ingress_is_waited_for_by_nobody(monkeypatch: pytest.Monkey
 
 
 @async_test
+async def test_running_streams_are_adopted_before_ended_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ended one can be read meanwhile. No entry of any travels to a keeper that has it."""
+    monkeypatch.setattr(keeper, "ENDED_AFTER_S", 0.3)
+    world = World(2, 1)
+    world.tells_deaths = True
+    first, second = world.ingresses
+    ended = first.streams.begin(opening(5, seed=1))
+    world.run_engines(5)
+    await until(lambda: ended.is_complete)
+    running = first.streams.begin(opening(NUM_TOKENS, seed=2))
+    world.run_engines(10)
+    await until(lambda: running.num_safe == 10)
+    kept, writes = world.keepers[0].keeper, list[Write]()
+    receive = kept.receive
+
+    def note(address: Address, message: ToKeeper) -> None:
+        writes.extend(message.writes if isinstance(message, Keep) else ())
+        receive(address, message)
+
+    monkeypatch.setattr(kept, "receive", note)
+    world.kill_ingress(first)
+    await until(lambda: second.owns(running.opening.stream_id))
+    assert not second.owns(ended.opening.stream_id)
+    assert await read_elsewhere(second, ended.opening.stream_id) == tokens_of(1, 5)
+    await until(lambda: second.owns(ended.opening.stream_id))
+    world.run_engines()
+    assert await read_elsewhere(second, running.opening.stream_id) == tokens_of(2, NUM_TOKENS)
+    assert sum(len(write.entries) for write in writes) == NUM_TOKENS - 10
+    world.close()
+
+
+@async_test
 async def test_an_orphan_waits_for_the_next_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only ingress has died. The one that comes need not wait for the time of another offer."""
     monkeypatch.setattr(keeper, "OFFER_S", 3600.0)
@@ -349,7 +382,7 @@ async def test_an_owner_returns_to_its_old_copy(monkeypatch: pytest.MonkeyPatch)
     await until(lambda: recording.num_safe == 10 and stream_id in other.streams._adopting)
     world.kill_keeper(new)
     await asyncio.sleep(0.05)
-    assert other.streams._adopting == {stream_id}
+    assert set(other.streams._adopting) == {stream_id}
     world.connect(owner, old)
     world.run_engines()
     assert await read(owner, recording) == tokens_of(3, NUM_TOKENS)

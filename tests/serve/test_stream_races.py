@@ -32,6 +32,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         (copies, "SETTLE_S", 0.03),
         (streams, "LOOK_UP_S", 0.5),
         (keeper, "GRACE_S", 0.03),
+        (keeper, "ENDED_AFTER_S", 0.03),
         (keeper, "OFFER_S", 0.05),
     ):
         monkeypatch.setattr(module, name, seconds)

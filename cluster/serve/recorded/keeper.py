@@ -40,6 +40,14 @@ GRACE_S = 0.3
 """Seconds after a connection broke at which its streams are offered, unless its ingress is known to have died. An
 ingress that lives writes them elsewhere meanwhile.
 """
+ENDED_AFTER_S = 0.5
+"""Further seconds after which ended streams of a lost ingress are offered. Readers find them without an owner, so those
+that run go first.
+"""
+ENDED_EVERY_S = 0.005
+"""Seconds between the offers of two ended streams. An ingress may have hundreds, and the streams that run would have to
+wait while all are copied.
+"""
 OFFER_S = 1.0
 """Seconds between two offers of orphans that nobody has claimed."""
 
@@ -157,8 +165,11 @@ class Keeper:
         """Makes orphans of the streams of an ingress, and returns them."""
         self._silent_since.pop(address, None)
         now, orphans = time.monotonic(), [each for each in self._streams.values() if each.owner == address]
+        num_ended = 0
         for stream in orphans:
-            stream.owner, stream.orphan_since, stream.offered_at = None, now, now + GRACE_S
+            later_s = ENDED_AFTER_S + num_ended * ENDED_EVERY_S if stream.is_ended else 0.0
+            num_ended += stream.is_ended
+            stream.owner, stream.orphan_since, stream.offered_at = None, now, now + GRACE_S + later_s
         if orphans:
             self._offer_in(GRACE_S)
         return orphans
@@ -168,7 +179,8 @@ class Keeper:
         if await self._has_died(address):
             now = time.monotonic()
             for stream in orphans:
-                stream.offered_at = min(stream.offered_at, now)
+                if not stream.is_ended:
+                    stream.offered_at = min(stream.offered_at, now)
             self._offer_in(0.0)
 
     def _write(self, address: Address, write: Write) -> bool:
@@ -209,9 +221,9 @@ class Keeper:
             stream.owner, stream.epoch = address, next_epoch(stream.epoch)
         elif ask.what == "cancel" and stream.owner is not None:
             self._send(stream.owner, Notice(ask.stream_id, "cancel"))
-        else:
+        elif ask.what != "peek":
             self._note_read(ask.stream_id, stream, address)
-        copy = stream.copy(ask.stream_id, ask.first, address)
+        copy = stream.copy(ask.stream_id, len(stream.entries) if ask.what == "peek" else ask.first, address)
         copy.number, copy.opening = ask.number, b"" if ask.first else stream.opening
         self._send(address, copy)
 

@@ -26,7 +26,7 @@ from manta.cluster.http.exchange.recordings import (
     encode_opening,
     never_deleted,
 )
-from manta.cluster.serve.channel.keeping import Copy, Join, News, Notice, Write, next_epoch
+from manta.cluster.serve.channel.keeping import Join, News, Notice, Write, next_epoch
 from manta.cluster.serve.channel.token_channel import Connection
 from manta.cluster.serve.recorded.copies import LOOK_UP_S, Copies, Found
 from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
@@ -91,7 +91,8 @@ class RecordedStreams:
         client.keepers = self.copies
         self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
-        self._adopting: set[str] = set()
+        self._adopting: dict[str, asyncio.Future[None]] = {}
+        """Streams that are being adopted, each with what is done when that has ended."""
         self._replaying = TurnBudget(REPLAYED_A_TURN)
         """Entries of adopted streams that are read."""
         self._catching_up = TurnBudget(READ_A_TURN)
@@ -135,6 +136,8 @@ class RecordedStreams:
             own.room.may_be_lost(lambda: self._drop(own))
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
+        if stream_id in self._adopting:
+            await asyncio.wait([self._adopting[stream_id]], timeout=LOOK_UP_S)
         recording = self._known(stream_id)
         if recording is None:
             await self._client.until_greeted()
@@ -412,14 +415,14 @@ class RecordedStreams:
             return
         if stream_id in self._adopting:
             return
-        self._adopting.add(stream_id)
+        ended = self._adopting[stream_id] = asyncio.get_running_loop().create_future()
         began = time.monotonic()
         try:
             await self._client.until_greeted()  # an engine that is not connected yet may have the newest copy
             # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
-            found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
+            found = await self.copies.ask_all(stream_id, "peek", seconds=LOOK_UP_S)
             while await self.copies.until_settled():
-                found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
+                found = await self.copies.ask_all(stream_id, "peek", seconds=LOOK_UP_S)
             if found is None:
                 return
             if found.copy.is_owned:
@@ -432,16 +435,20 @@ class RecordedStreams:
                 return
             claimed = await self.copies.claim(stream_id, found.connection)
             if claimed is not None and claimed.is_yours:
-                self._take_over(claimed, opening, time.monotonic() - began)
+                self._take_over(Found(claimed, found.connection), opening, time.monotonic() - began)
         finally:
-            self._adopting.discard(stream_id)
+            del self._adopting[stream_id]
+            ended.set_result(None)
 
-    def _take_over(self, copy: Copy, opening: Opening, seconds: float) -> None:
+    def _take_over(self, found: Found, opening: Opening, seconds: float) -> None:
         """Runs a claimed stream from here on. `seconds` have passed since it was offered."""
+        copy = found.copy
         recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread, copy.age_s)
         recording.last_read = time.monotonic()
         add_copy(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening, self.shares.hold(opening.client))
+        if found.connection is self.copies.keeper and recording.entries == copy.entries:
+            own.num_sent = copy.num_entries  # they need not be written again
         log_event("adopted", copy.stream_id, entries=copy.num_entries, seconds=round(seconds, 4))
         self._hold(own)
         if recording.is_ended:
