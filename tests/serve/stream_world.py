@@ -329,3 +329,10 @@ async def read(ingress: Ingress, recording: Recording) -> list[int]:
     finally:
         reader.close()
     return found
+
+
+async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
+    """As `read`, for a stream that the ingress has to find."""
+    found = await ingress.streams.find(stream_id, OWNER)
+    assert found is not None
+    return await read(ingress, found)
