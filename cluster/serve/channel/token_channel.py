@@ -406,25 +406,28 @@ async def has_died(address: Address) -> bool:
     """
     try:
         async with asyncio.timeout(PROBE_S):
-            while True:  # a process that is just ending may close its port after its connections
-                reader, writer = await asyncio.open_connection(address.host, address.port)
-                try:
-                    if await _lasts(reader):
-                        return False
-                finally:
-                    writer.close()
+            while not await _lasts(address):  # a process that is just ending may close its port after its connections
                 await asyncio.sleep(PROBE_AGAIN_S)
     except ConnectionRefusedError:
         return True
     except OSError:  # it did not answer in time, or cannot be reached
         return False
+    return False
 
 
-async def _lasts(reader: asyncio.StreamReader) -> bool:
-    """Returns whether the other end of a connection sends anything before it closes the connection."""
+async def _lasts(address: Address) -> bool:
+    """Returns whether the other end of a new connection sends anything before it closes the connection. Raises
+    `ConnectionRefusedError` if nobody listens.
+    """
     try:
-        return bool(await reader.read(1))
-    except ConnectionError:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            return bool(await reader.read(1))
+        finally:
+            writer.close()
+    except ConnectionRefusedError:
+        raise
+    except ConnectionError:  # it was reset
         return False
 
 
