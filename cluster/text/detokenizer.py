@@ -153,6 +153,18 @@ class SequenceText:
         return certain
 
 
+class TokenCount:
+    """Takes the place of a `SequenceText` without stop strings whose text nobody reads."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+
+    def append(self, delta: SequenceOutput) -> TextDelta:
+        """Counts a delta and returns its tokens."""
+        self._num_tokens += len(delta.token_ids)
+        return TextDelta("", delta.token_ids, delta.logprobs, self._num_tokens)
+
+
 class _HeldTokens:
     """The tokens of a sequence that wait until their text is certain."""
 

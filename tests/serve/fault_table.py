@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,6 +44,8 @@ STALLED_S = 3.0
 """Median pause in seconds where another engine is there, and a step of the first one hangs: a quick step counts as late
 after 2 s.
 """
+STOPPED_S = 14.0
+"""Seconds for which a process is stopped: longer than an ingress may be silent (`SilenceTimes.silent_s`)."""
 BUSY = 3.0
 """A machine with other work may take so many times as long."""
 
@@ -72,6 +74,11 @@ def started(title: str, of: int = 1) -> Callable[[Application], float]:
     """When the youngest of `of` processes with a title did, in seconds since 1970. It waits until there are so many."""
     youngest = named(title, slice(-1, None), of)
     return lambda application: youngest(application)[0].create_time()
+
+
+def adoptions(application: Application) -> float:
+    """Number of streams that went on at another ingress."""
+    return sum(event["event"] == "adopted" for event in application.events())
 
 
 class Row(NamedTuple):
@@ -266,25 +273,47 @@ def kill_ingress(application: Application) -> list[Stream]:
 def resume_after(*victims: Victims) -> Act:
     """Kills processes under streams that can be resumed. Their clients read on."""
 
+    def harm(found: list[psutil.Process]) -> None:
+        for victim in found:
+            victim.kill()
+
+    return _resume(victims, harm, most_events=1 << 30)
+
+
+def resume_beside_stopped(*victims: Victims) -> Act:
+    """Stops processes for `STOPPED_S` under streams that can be resumed, whose clients often connect anew."""
+
+    def harm(found: list[psutil.Process]) -> None:
+        for victim in found:
+            victim.suspend()
+        time.sleep(STOPPED_S)
+        for victim in found:
+            victim.resume()
+
+    return _resume(victims, harm, most_events=40)
+
+
+def _resume(victims: Sequence[Victims], harm: Callable[[list[psutil.Process]], None], most_events: int) -> Act:
+    """Harms processes under streams that can be resumed. A client's connection breaks after `most_events` at most."""
+
     def act(application: Application) -> list[Stream]:
         found = [process for find in victims for process in find(application)]
         clients = [ResumingClient([application.port], *asked, seed) for seed, asked in enumerate(application.requests)]
-        killer = threading.Thread(target=_kill_under, args=[clients, found])
-        killer.start()
-        histories = read_all(clients, lambda _: 1 << 30)
-        killer.join()
+
+        def harm_under() -> None:
+            wait_until(lambda: all(len(client.history.events) >= NUM_EVENTS for client in clients))
+            harm(found)
+
+        harming = threading.Thread(target=harm_under)
+        harming.start()
+        histories = read_all(clients, lambda chooser: chooser.randint(1, most_events))
+        harming.join()
         streams = [as_stream(history) for history in histories]
         verdict = check(histories, streams)
         assert verdict.is_good, [*verdict.lost, *verdict.twice]
         return streams
 
     return act
-
-
-def _kill_under(clients: list[ResumingClient], victims: list[psutil.Process]) -> None:
-    wait_until(lambda: all(len(client.history.events) >= NUM_EVENTS for client in clients))
-    for victim in victims:
-        victim.kill()
 
 
 Fault = Callable[[random.Random], None]

@@ -107,7 +107,12 @@ class KeeperProcess:
         self.name, self.node = name, node
         self.stream_format = stream_format()
         self.links: dict[Address, Link] = {}
-        self.keeper = Keeper(self._send)
+        self.ended: set[Address] = set()
+        """Ingresses whose processes are known to have ended."""
+        self.keeper = Keeper(self._send, has_died=self._has_died)
+
+    async def _has_died(self, address: Address) -> bool:
+        return address in self.ended
 
     def _send(self, address: Address, message: FromKeeper) -> None:
         if (link := self.links.get(address)) is not None:
@@ -206,6 +211,8 @@ class World:
         """Adapters whose values engines do not have."""
         self.keepers = [KeeperProcess(f"keeper {number}") for number in range(num_keepers)]
         self.ingresses: list[Ingress] = []
+        self.tells_deaths = False
+        """Whether keepers can find out that the process of an ingress has ended."""
         self.tokens_at_once: Callable[[], int] = lambda: 1
         """How many tokens the next output has."""
         self._limits = limits or StreamLimits()
@@ -262,6 +269,8 @@ class World:
         for keeping in self.keepers:
             if (link := keeping.links.pop(ingress.address, None)) is not None:
                 link.cut()
+                if self.tells_deaths:
+                    keeping.ended.add(ingress.address)
                 keeping.keeper.lose(ingress.address)
 
     def kill_keeper(self, keeping: KeeperProcess) -> None:
@@ -320,3 +329,10 @@ async def read(ingress: Ingress, recording: Recording) -> list[int]:
     finally:
         reader.close()
     return found
+
+
+async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
+    """As `read`, for a stream that the ingress has to find."""
+    found = await ingress.streams.find(stream_id, OWNER)
+    assert found is not None
+    return await read(ingress, found)

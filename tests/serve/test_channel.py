@@ -8,7 +8,9 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.handshake import listen
 from manta.cluster.serve.channel import token_channel
 from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
@@ -30,6 +33,7 @@ from manta.cluster.serve.channel.token_channel import (
     OutputReceiver,
     OutputSender,
     RequestResult,
+    has_died,
 )
 from manta.cluster.serve.requests import prompt_run
 from manta.cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
@@ -89,6 +93,31 @@ async def test_an_ingress_that_could_not_listen_tries_again() -> None:
     address = await ends.receiver.start()
     assert await ends.receiver.start() == address, "it listens once"
     await ends.sender.connect(address)
+    await ends.check(address)
+    ends.close(address)
+
+
+@async_test
+async def test_a_dead_ingress_is_told_from_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of this process holds the port, and is stopped, goes on and is killed. A living ingress loses nothing."""
+    listening, address = listen("127.0.0.1")
+    with listening:
+        child = subprocess.Popen(["sleep", "600"], pass_fds=[listening.fileno()])
+    monkeypatch.setattr(token_channel, "PROBE_S", 0.05)
+    for sent in (signal.SIGSTOP, signal.SIGCONT):
+        child.send_signal(sent)
+        assert not await has_died(address)
+    monkeypatch.setattr(token_channel, "PROBE_S", PATIENCE_S)
+    asking = asyncio.ensure_future(has_died(address))
+    await asyncio.sleep(0)
+    child.kill()
+    assert await asking
+    child.wait()
+    ends = Ends()
+    address = await ends.receiver.start()
+    await ends.sender.connect(address)
+    monkeypatch.setattr(token_channel, "PROBE_S", 0.05)
+    assert not await has_died(address)
     await ends.check(address)
     ends.close(address)
 

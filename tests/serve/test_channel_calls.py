@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from manta.cluster.engine.request import EngineRequest, FinishStatus
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
@@ -96,11 +96,46 @@ async def test_requests_need_no_call_of_serve() -> None:
         make.close()
 
 
+@async_test
+async def test_an_output_after_a_stop_string_cancels_no_result() -> None:
+    """A frame is under way when the ingress ends the request, whose result comes nevertheless."""
+    make = ReplicaMaker()
+    client = EngineClient(CountingHandle(make()), Tokenizer(checkpoint("llama")), "127.0.0.1", Metrics("m"))
+    known = known_replicas(CountingHandle.app_name)
+    known.block_sizes["engine"] = 0
+    known.set_running("engine", [""])
+    results: list[tuple[str, RequestResult]] = []
+    returned = client.over_channel.returned
+
+    def note(found: list[tuple[str, RequestResult]]) -> None:
+        results.extend(found)
+        returned(found)
+
+    try:
+        await client.until_greeted()
+        client._receiver._on_results = note
+        text = client.tokenizer.decode(reference_greedy(checkpoint("llama"), PROMPT, NUM_TOKENS))
+        submission = await submit(client, "stopped", params(max_tokens=400, stop=(text[-3:],)))
+        (connection,) = client.over_channel._connections.values()
+        await read(submission)
+        assert not client.runs
+        client._on_outputs([SequenceOutput("stopped-0", 0, [5])], connection)
+        await until(lambda: not client.over_channel.num_open)
+        assert [request_id for request_id, _ in results] == ["stopped-0"]
+        wire = cast(Connection, Wire())
+        client._on_outputs([SequenceOutput("given up before an engine had it", 0, [5])], wire)
+        assert wire.sent == [Control("given up before an engine had it")]  # type: ignore[attr-defined]
+    finally:
+        await client.close()
+        make.close()
+
+
 class Wire:
     """A connection that keeps what is sent over it."""
 
     def __init__(self, replica: str = "a", takes_requests: bool = True) -> None:
         self.replica, self.takes_requests = replica, takes_requests
+        self.is_away = False
         self.sent: list[Any] = []
 
     def send(self, message: object) -> None:

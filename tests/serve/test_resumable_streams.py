@@ -25,7 +25,8 @@ from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
 from manta.cluster.serve.recorded import copies, keeper, streams
 from manta.cluster.serve.recorded.keeper import Keeper
-from manta.cluster.serve.recorded.recorder import Recorder
+from manta.cluster.serve.recorded.recorder import ENTRIES_AT_ONCE, Recorder
+from manta.cluster.serve.requests.turn_budget import TurnBudget
 from manta.cluster.serve_limits import KeyLimits, StreamLimits
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
@@ -356,10 +357,11 @@ def test_an_unread_stream_is_aborted_and_forgotten(two: TwoIngresses) -> None:
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
 
 
-def test_reading_a_long_stream_lets_others_run(two: TwoIngresses) -> None:
+def test_reading_a_long_stream_lets_others_run(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
     client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=60, n=8), 0, ANN)
     client.read()
     streams, num_turns = two.ingresses[-1].streams, 0
+    monkeypatch.setattr(streams, "_catching_up", TurnBudget(ENTRIES_AT_ONCE))
 
     async def others() -> None:
         nonlocal num_turns
@@ -376,7 +378,7 @@ def test_reading_a_long_stream_lets_others_run(two: TwoIngresses) -> None:
         return num_events
 
     assert two.run(read_again()) >= 300
-    assert num_turns >= 3
+    assert num_turns >= 300 // ENTRIES_AT_ONCE
 
 
 @pytest.mark.parametrize("how", ["cancelled", "given up"])
@@ -431,6 +433,8 @@ def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
 def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper has no owner to tell, and would offer the stream only later."""
     monkeypatch.setattr(keeper, "GRACE_S", 5.0)
+    for each in two.keepers:
+        monkeypatch.setattr(each, "_has_died", keeper._nobody_knows)
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     two.add()
@@ -454,7 +458,7 @@ def test_an_unanswered_delete_is_not_called_done(two: TwoIngresses, monkeypatch:
 def test_a_failing_recorder_ends_its_stream(
     two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(recorder: Recorder, recalls: bool) -> None:
+    async def broken(recorder: Recorder) -> None:
         raise RuntimeError("a broken recorder")
 
     monkeypatch.setattr(Recorder, "_take", broken)

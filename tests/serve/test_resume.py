@@ -29,7 +29,9 @@ from tests.serve.fault_table import (
     ANOTHER_S,
     LONGEST_S,
     STALLED_S,
+    STOPPED_S,
     Row,
+    adoptions,
     deaths,
     deploy,
     grammar_workers_replaced,
@@ -43,6 +45,7 @@ from tests.serve.fault_table import (
     rank,
     rank_rebuilds,
     resume_after,
+    resume_beside_stopped,
     stall,
     started,
     undisturbed_streams,
@@ -190,6 +193,17 @@ def test_streams_leave_an_engine_whose_step_hangs(
 ) -> None:
     """Its process answers everything else. Serve replaces it after a minute."""
     hold(Row(TWO, stall, STALLED_S), application, undisturbed, record_property, num_repetitions=1)
+
+
+@pytest.mark.prove
+def test_a_stopped_ingress_and_its_successor_send_no_event_twice(
+    application: Application, undisturbed: list[Stream], record_property: Callable[[str, object], None]
+) -> None:
+    """Its streams go on at the other one, where clients read them. Then it goes on too, and learns that they are not
+    its own any more.
+    """
+    row = Row(PAIRS, resume_beside_stopped(named(INGRESS, slice(1))), STOPPED_S, adoptions)
+    hold(row, application, undisturbed, record_property, num_repetitions=2)
 
 
 @pytest.mark.prove

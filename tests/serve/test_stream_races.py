@@ -32,6 +32,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         (copies, "SETTLE_S", 0.03),
         (streams, "LOOK_UP_S", 0.5),
         (keeper, "GRACE_S", 0.03),
+        (keeper, "ENDED_AFTER_S", 0.03),
         (keeper, "OFFER_S", 0.05),
     ):
         monkeypatch.setattr(module, name, seconds)
@@ -59,6 +60,7 @@ class Races:
     def __init__(self, seed: int) -> None:
         self.chooser = random.Random(seed)
         self.world = World(0, 0)
+        self.world.tells_deaths = seed % 2 == 0
         self.world.tokens_at_once = lambda: self.chooser.randint(1, 3)
         self.nodes = [Node(self.world, number) for number in range(3)]
         self.num_nodes = 3

@@ -61,6 +61,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """Asks a keeper about one stream. It answers with a `Copy` of the same number.
 
     - `read`: returns the entries from `first` on, and tells the owner that somebody reads.
+    - `peek`: returns the opening and the number of entries, without the entries.
     - `claim`: makes the sender its owner if it is an orphan, and returns all of it.
     - `cancel`: asks its owner to end it.
     - `drop`: removes the copy, if it is no newer than `epoch` and no other ingress owns it with that epoch. There is no
@@ -69,7 +70,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
 
     number: int
     stream_id: str
-    what: Literal["read", "claim", "cancel", "drop"]
+    what: Literal["read", "peek", "claim", "cancel", "drop"]
     first: int = 0
     epoch: int = 0
 

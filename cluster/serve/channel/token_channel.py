@@ -52,6 +52,10 @@ LINK_TIMEOUT_S = 60.0
 """Seconds that sent bytes may stay unacknowledged (`TCP_USER_TIMEOUT`). Then an engine gives up an ingress whose
 machine is gone, and aborts its requests.
 """
+PROBE_S = 0.3
+"""Longest time, in seconds, in which `has_died` finds out that a process has ended."""
+PROBE_AGAIN_S = 0.01
+"""Seconds after which `has_died` connects again to a process that is about to end."""
 BEAT_S = 0.15
 """Seconds between two heartbeats of an engine that runs requests."""
 
@@ -229,11 +233,13 @@ class OutputReceiver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
         self._connections.add(connection)
+        is_known = False
         try:
             hello = await self._hello_of(connection)
             connection.replica, connection.node = hello.replica, hello.node
             connection.stream_format, connection.version = hello.stream_format, hello.version
             connection.takes_requests = hello.request_format == request_format()
+            is_known = True
             self._on_connected(connection)
             while True:
                 message = _frame_decoder.decode(await connection.receive())
@@ -255,7 +261,8 @@ class OutputReceiver:
                 logger.warning("a connection to the output channel did not show its secret")
         finally:
             self._connections.discard(connection)
-            self._on_lost(connection)
+            if is_known:
+                self._on_lost(connection)
             connection.close()
 
     async def _hello_of(self, connection: Connection) -> EngineHello:
@@ -391,6 +398,37 @@ class OutputSender:
                 if report is not None or not connection.has_sent:
                     connection.send(Frame([], report, self._is_away()))
                 connection.has_sent = False
+
+
+async def has_died(address: Address) -> bool:
+    """Returns whether the process that listened at an ingress's address has ended, so that its machine refuses
+    connections. A process that hangs accepts them, and of a machine that does not answer nobody knows.
+    """
+    try:
+        async with asyncio.timeout(PROBE_S):
+            while not await _lasts(address):  # a process that is just ending may close its port after its connections
+                await asyncio.sleep(PROBE_AGAIN_S)
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # it did not answer in time, or cannot be reached
+        return False
+    return False
+
+
+async def _lasts(address: Address) -> bool:
+    """Returns whether the other end of a new connection sends anything before it closes the connection. Raises
+    `ConnectionRefusedError` if nobody listens.
+    """
+    try:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            return bool(await reader.read(1))
+        finally:
+            writer.close()
+    except ConnectionRefusedError:
+        raise
+    except ConnectionError:  # it was reset
+        return False
 
 
 def _is_open(task: asyncio.Task[Connection]) -> bool:

@@ -31,6 +31,7 @@ from manta.cluster.serve.channel.token_channel import (
     EngineFailed,
     OutputSender,
     RequestResult,
+    has_died,
 )
 from manta.cluster.serve.engine.channel_requests import ChannelRequests
 from manta.cluster.serve.engine.meter import LoadMeter
@@ -145,7 +146,7 @@ class EngineReplica:
             on_request=lambda address, request: self._from_channel.begin(request, address),
         )
         self._from_channel = ChannelRequests(self._run, self._sender.send)
-        self._keeper = Keeper(self._sender.send_kept)
+        self._keeper = Keeper(self._sender.send_kept, has_died=has_died)
         self._adapters: ReplicaAdapters | None = None
         """The adapters that operators load; None if they load none."""
         if config.adapter_roots:

@@ -49,7 +49,7 @@ returns now.
 AVOID_S = 5.0
 """Seconds for which a keeper that did not answer gets no recordings while another one can."""
 
-What = Literal["read", "claim", "cancel"]
+What = Literal["read", "peek", "claim", "cancel"]
 
 
 class Found(NamedTuple):
@@ -219,7 +219,7 @@ class Copies:
     # ---- questions -------------------------------------------------------------------------------------------------
 
     async def ask_all(
-        self, stream_id: str, what: Literal["read", "cancel"], first: int = 0, seconds: float = ANSWER_S
+        self, stream_id: str, what: Literal["peek", "cancel"], first: int = 0, seconds: float = ANSWER_S
     ) -> Found | None:
         """Asks every keeper about a stream. Returns the newest copy; None if none of them answers within `seconds` that
         it has one.

@@ -2,7 +2,9 @@
 
 An ingress writes each recording to one keeper, and shows its readers only what the keeper has acknowledged. When the
 connection to that ingress breaks, its streams are orphans: the keeper offers each to another ingress, which claims and
-continues it. The same happens if the ingress is silent while another one reads its streams. The keeper decides who owns
+continues it. It does so at once if the ingress's process has ended, and otherwise after a grace period, because an
+ingress that lives writes them elsewhere. The same happens if the ingress is silent while another one reads its streams.
+The keeper decides who owns
 its copy: a claim raises the copy's epoch, and writes of an earlier epoch are refused. All messages travel over the
 token channel. A keeper knows nothing of the engine in whose process it is.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -35,8 +37,16 @@ from manta.structured.visible_logs import logger_of
 logger = logger_of(__name__)
 
 GRACE_S = 0.3
-"""Seconds after a connection broke at which its streams are offered. An ingress that lives writes them elsewhere
-meanwhile.
+"""Seconds after a connection broke at which its streams are offered, unless its ingress is known to have died. An
+ingress that lives writes them elsewhere meanwhile.
+"""
+ENDED_AFTER_S = 0.5
+"""Further seconds after which ended streams of a lost ingress are offered. Readers find them without an owner, so those
+that run go first.
+"""
+ENDED_EVERY_S = 0.005
+"""Seconds between the offers of two ended streams. An ingress may have hundreds, and the streams that run would have to
+wait while all are copied.
 """
 OFFER_S = 1.0
 """Seconds between two offers of orphans that nobody has claimed."""
@@ -71,6 +81,8 @@ class _Stream(msgspec.Struct):
     is_ended: bool = False
     orphan_since: float = 0.0
     """Time at which the owner was lost, on `time.monotonic`'s clock."""
+    offered_at: float = 0.0
+    """Time at which an orphan is offered next, on `time.monotonic`'s clock."""
     told_at: float = 0.0
     """Time at which the owner was last told that somebody reads."""
 
@@ -92,12 +104,27 @@ class _Stream(msgspec.Struct):
         )
 
 
-class Keeper:
-    """The copies of one engine process. `send` sends a message to an ingress. Only the event loop uses it."""
+async def _nobody_knows(_: Address) -> bool:
+    """Returns False: the ingress may live."""
+    return False
 
-    def __init__(self, send: Callable[[Address, FromKeeper], None], times: SilenceTimes = USUAL_TIMES) -> None:
+
+class Keeper:
+    """The copies of one engine process. `send` sends a message to an ingress. `has_died` finds out whether the process
+    of an ingress has ended whose connection broke. Only the event loop uses it.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Address, FromKeeper], None],
+        times: SilenceTimes = USUAL_TIMES,
+        has_died: Callable[[Address], Awaitable[bool]] = _nobody_knows,
+    ) -> None:
         self.times = times
         self._send = send
+        self._has_died = has_died
+        self._asking: set[asyncio.Task[None]] = set()
+        """Tasks that find out whether an ingress has died."""
         self._joined: dict[Address, None] = {}
         """Connected ingresses that may be offered orphans, in the order of their coming."""
         self._silent_since: dict[Address, float] = {}
@@ -113,6 +140,8 @@ class Keeper:
     def receive(self, address: Address, message: ToKeeper) -> None:
         self._silent_since.pop(address, None)
         if isinstance(message, Join):
+            if not self._joined:
+                self._offer_in(0.0)  # orphans that nobody could take
             self._joined[address] = None
         elif isinstance(message, Keep):
             refused = [write.stream_id for write in message.writes if not self._write(address, write)]
@@ -127,15 +156,32 @@ class Keeper:
     def lose(self, address: Address) -> None:
         """Makes orphans of the streams of an ingress whose connection broke."""
         self._joined.pop(address, None)
-        self._orphan(address)
+        if orphans := self._orphan(address):
+            asking = asyncio.ensure_future(self._offer_if_died(address, orphans))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
 
-    def _orphan(self, address: Address) -> None:
+    def _orphan(self, address: Address) -> list[_Stream]:
+        """Makes orphans of the streams of an ingress, and returns them."""
         self._silent_since.pop(address, None)
-        now = time.monotonic()
-        for stream in self._streams.values():
-            if stream.owner == address:
-                stream.owner, stream.orphan_since = None, now
-                self._offer_in(GRACE_S)
+        now, orphans = time.monotonic(), [each for each in self._streams.values() if each.owner == address]
+        num_ended = 0
+        for stream in orphans:
+            later_s = ENDED_AFTER_S + num_ended * ENDED_EVERY_S if stream.is_ended else 0.0
+            num_ended += stream.is_ended
+            stream.owner, stream.orphan_since, stream.offered_at = None, now, now + GRACE_S + later_s
+        if orphans:
+            self._offer_in(GRACE_S)
+        return orphans
+
+    async def _offer_if_died(self, address: Address, orphans: list[_Stream]) -> None:
+        """Offers orphans without the grace period if the process of their owner has ended: it writes nothing again."""
+        if await self._has_died(address):
+            now = time.monotonic()
+            for stream in orphans:
+                if not stream.is_ended:
+                    stream.offered_at = min(stream.offered_at, now)
+            self._offer_in(0.0)
 
     def _write(self, address: Address, write: Write) -> bool:
         """Returns whether the sender owns the stream, so that its entries were stored."""
@@ -175,9 +221,9 @@ class Keeper:
             stream.owner, stream.epoch = address, next_epoch(stream.epoch)
         elif ask.what == "cancel" and stream.owner is not None:
             self._send(stream.owner, Notice(ask.stream_id, "cancel"))
-        else:
+        elif ask.what != "peek":
             self._note_read(ask.stream_id, stream, address)
-        copy = stream.copy(ask.stream_id, ask.first, address)
+        copy = stream.copy(ask.stream_id, len(stream.entries) if ask.what == "peek" else ask.first, address)
         copy.number, copy.opening = ask.number, b"" if ask.first else stream.opening
         self._send(address, copy)
 
@@ -211,11 +257,18 @@ class Keeper:
     # ---- orphans ---------------------------------------------------------------------------------------------------
 
     def _offer_in(self, seconds: float) -> None:
-        if self._offering is None:
-            self._offering = asyncio.get_running_loop().call_later(seconds, self._offer)
+        """Offers orphans after so many seconds, unless it does so earlier."""
+        at = time.monotonic() + seconds
+        if self._offering is not None:
+            if self._offering.when() <= at:
+                return
+            self._offering.cancel()
+        self._offering = asyncio.get_running_loop().call_at(at, self._offer)
 
     def _offer(self) -> None:
-        """Offers each orphan to one of the ingresses, in turn, and removes those that nobody took in time."""
+        """Offers each orphan whose time has come to one of the ingresses, in turn, and removes those that nobody took
+        in time.
+        """
         self._offering = None
         now, ingresses = time.monotonic(), list(self._joined)
         orphans = [(stream_id, stream) for stream_id, stream in self._streams.items() if stream.owner is None]
@@ -223,8 +276,10 @@ class Keeper:
             if now > stream.orphan_since + stream.keep_s:
                 logger.warning("stream %s is dropped: no ingress has claimed it for %g s", stream_id, stream.keep_s)
                 del self._streams[stream_id]
-            elif ingresses:
+            elif ingresses and stream.offered_at <= now:
+                stream.offered_at = now + OFFER_S
                 self._num_offers += 1
                 self._send(ingresses[self._num_offers % len(ingresses)], Notice(stream_id, "orphan"))
         if orphans:
-            self._offer_in(OFFER_S)
+            next_s = min(stream.offered_at for _, stream in orphans) - now
+            self._offer_in(max(next_s, 0.0 if ingresses else OFFER_S))

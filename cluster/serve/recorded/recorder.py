@@ -6,7 +6,6 @@ process that runs a request, for a reader anywhere, and for a process that conti
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
 
@@ -16,14 +15,17 @@ from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.errors import ServingError, error_of
 from manta.cluster.http.exchange.engines import UNMETERED, Meter
 from manta.cluster.http.exchange.metrics import Unmeasured
-from manta.cluster.http.exchange.recordings import Entry, Recording, encode_entry
+from manta.cluster.http.exchange.recordings import Entry, Recording, decode_entry, encode_entry
 from manta.cluster.serve.channel.token_channel import RequestResult
 from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.requests.submission import Answers, Choice, Prompt, failure_of
+from manta.cluster.serve.requests.turn_budget import TurnBudget
 from manta.cluster.text.tokenizer import Tokenizer
 
-ENTRIES_PER_TURN = 64
-"""Entries that are read before others get a turn of the event loop. All of a long recording may be at hand at once."""
+ENTRIES_AT_ONCE = 64
+"""Recorded entries that a reader turns into events before other tasks get a turn of the event loop."""
+REPLAYED_AT_ONCE = 512
+"""Recorded entries that a run which goes on takes before other tasks get a turn of the event loop."""
 
 
 class _NoRun:
@@ -42,8 +44,10 @@ class Recorded(Answers):
     only_safe = True
     """Whether entries count only when they are safe (`Recording.num_safe`)."""
 
-    def __init__(self, tokenizer: Tokenizer, recording: Recording, meter: Meter = UNMETERED) -> None:
-        super().__init__(tokenizer, recording.opening.generation, lambda _: Unmeasured(), meter)
+    def __init__(
+        self, tokenizer: Tokenizer, recording: Recording, meter: Meter = UNMETERED, reads_text: bool = True
+    ) -> None:
+        super().__init__(tokenizer, recording.opening.generation, lambda _: Unmeasured(), meter, reads_text)
         self.recording = recording
         self.num_read = 0
         self._last_at = recording.opening.created
@@ -61,8 +65,6 @@ class Recorded(Answers):
         return all(prompt.finished for prompt in self._prompts)
 
     async def _next(self) -> tuple[Prompt, Choice | RequestResult | Exception]:
-        if self.num_read % ENTRIES_PER_TURN == ENTRIES_PER_TURN - 1:
-            await asyncio.sleep(0)
         entry = await self.recording.entry(self.num_read, self.only_safe)
         self.num_read += 1
         self._last_at = entry.at
@@ -71,11 +73,19 @@ class Recorded(Answers):
 
 
 class Reader(Recorded):
-    """The answers of a recording, for one client. While there is a reader, the stream does not count as unread."""
+    """The answers of a recording, for one client. While there is a reader, the stream does not count as unread. Readers
+    share the budget `catching_up` for what was recorded before they came.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, recording: Recording) -> None:
+    def __init__(self, tokenizer: Tokenizer, recording: Recording, catching_up: TurnBudget) -> None:
         super().__init__(tokenizer, recording)
+        self._catching_up = catching_up
         recording.begin_reading()
+
+    async def _next(self) -> tuple[Prompt, Choice | RequestResult | Exception]:
+        if self.num_read % ENTRIES_AT_ONCE == 0 and self.recording.num_safe >= self.num_read + ENTRIES_AT_ONCE:
+            await self._catching_up.take(ENTRIES_AT_ONCE)
+        return await super()._next()
 
     def close(self) -> None:
         if not self._closed:
@@ -86,8 +96,7 @@ class Reader(Recorded):
 class Recorder(Recorded):
     """Runs the request of a recording, from its last entry on, and appends the output. `epoch` is that of
     its owner (`keeping.py`). `meter` counts the tokens that arrive here. `on_entry` is called after each entry. Streams
-    that go on here hold the lock `replaying` in turn while they read what others have recorded: each goes on as soon as
-    it has read its own, and a turn of the event loop has the entries of one.
+    that go on here share the budget `replaying` for what others have recorded.
     """
 
     only_safe = False
@@ -99,9 +108,9 @@ class Recorder(Recorded):
         epoch: int,
         meter: Meter,
         on_entry: Callable[[], None],
-        replaying: asyncio.Lock,
+        replaying: TurnBudget,
     ) -> None:
-        super().__init__(client.tokenizer, recording, meter)
+        super().__init__(client.tokenizer, recording, meter, reads_text=False)
         self._client = client
         self._on_entry = on_entry
         self._replaying = replaying
@@ -131,22 +140,38 @@ class Recorder(Recorded):
                     run = self._runs[prompt]
                     run.go_on("ingress") if num_before else run.start()
             while not self.is_finished:
-                await self._take(recalls=False)
+                await self._take()
         except ServingError:
             pass  # it is recorded
         finally:
             self.close()
 
     async def _replay(self, num_entries: int) -> None:
-        async with self._replaying:
-            while self.num_read < num_entries and not self.is_finished:
-                await self._take(recalls=True)
+        """Reads the first entries, which came before this run. The outputs of each choice are merged before its text is
+        searched for stop strings: one by one they would take many times as long.
+        """
+        while self.num_read < num_entries:
+            end = min(num_entries, self.num_read + REPLAYED_AT_ONCE)
+            await self._replaying.take(end - self.num_read)
+            for data in self.recording.entries[self.num_read : end]:
+                entry = decode_entry(data)
+                prompt = self._prompts[entry.prompt]
+                if entry.output is not None:
+                    self._runs[prompt].recall(entry.output)
+                self._tell(prompt, _item(entry))
+            self.num_read = end
+        meter, self._meter = self._meter, UNMETERED  # whoever ran the request has counted these tokens
+        try:
+            while not self._news.empty():
+                self._note(*self._news.get_nowait())
+        finally:
+            self._meter = meter
 
-    async def _take(self, recalls: bool) -> None:
-        """Takes the next entry, so that stop strings are found. With `recalls` it came before this run."""
-        prompt, item = await self._next()
-        if recalls and isinstance(item, Choice) and item.unread is not None:
-            self._runs[prompt].recall(item.unread)
+    async def _take(self) -> None:
+        """Takes the next entry, so that stop strings are found."""
+        self._note(*await self._next())
+
+    def _note(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> None:
         for _ in self._events(prompt, item):
             pass
 

@@ -26,11 +26,12 @@ from manta.cluster.http.exchange.recordings import (
     encode_opening,
     never_deleted,
 )
-from manta.cluster.serve.channel.keeping import Copy, Join, News, Notice, Write, next_epoch
+from manta.cluster.serve.channel.keeping import Join, News, Notice, Write, next_epoch
 from manta.cluster.serve.channel.token_channel import Connection
 from manta.cluster.serve.recorded.copies import LOOK_UP_S, Copies, Found
 from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
 from manta.cluster.serve.recorded.recorder import Reader, Recorder
+from manta.cluster.serve.requests.turn_budget import TurnBudget
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.serve_limits import StreamLimits
 from manta.cluster.telemetry.request_log import log_event
@@ -44,6 +45,10 @@ CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
 LATE_S = 0.5
 """Seconds after which an acknowledgement of a keeper is late, so that the request log tells of it."""
+REPLAYED_A_TURN = 4096
+"""Recorded entries that adopted streams take in one turn of the event loop; each costs one or two microseconds."""
+READ_A_TURN = 2048
+"""Recorded entries that all readers turn into events in one turn of the event loop; each costs seven microseconds."""
 GROWTH = 2
 """Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
 
@@ -86,9 +91,12 @@ class RecordedStreams:
         client.keepers = self.copies
         self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
-        self._adopting: set[str] = set()
-        self._replaying = asyncio.Lock()
-        """Lock of the adopted stream whose entries are read."""
+        self._adopting: dict[str, asyncio.Future[None]] = {}
+        """Streams that are being adopted, each with what is done when that has ended."""
+        self._replaying = TurnBudget(REPLAYED_A_TURN)
+        """Entries of adopted streams that are read."""
+        self._catching_up = TurnBudget(READ_A_TURN)
+        """Entries that readers catch up on. They are many when another ingress has ended, whose clients come here."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
@@ -128,6 +136,8 @@ class RecordedStreams:
             own.room.may_be_lost(lambda: self._drop(own))
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
+        if stream_id in self._adopting:
+            await asyncio.wait([self._adopting[stream_id]], timeout=LOOK_UP_S)
         recording = self._known(stream_id)
         if recording is None:
             await self._client.until_greeted()
@@ -142,7 +152,7 @@ class RecordedStreams:
         return known or recording
 
     def read(self, recording: Recording) -> Reader:
-        return Reader(self._client.tokenizer, self.follow(recording))
+        return Reader(self._client.tokenizer, self.follow(recording), self._catching_up)
 
     async def cancel(self, recording: Recording) -> None:
         deadline = time.monotonic() + CANCEL_S
@@ -405,14 +415,14 @@ class RecordedStreams:
             return
         if stream_id in self._adopting:
             return
-        self._adopting.add(stream_id)
+        ended = self._adopting[stream_id] = asyncio.get_running_loop().create_future()
         began = time.monotonic()
         try:
             await self._client.until_greeted()  # an engine that is not connected yet may have the newest copy
             # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
-            found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
+            found = await self.copies.ask_all(stream_id, "peek", seconds=LOOK_UP_S)
             while await self.copies.until_settled():
-                found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
+                found = await self.copies.ask_all(stream_id, "peek", seconds=LOOK_UP_S)
             if found is None:
                 return
             if found.copy.is_owned:
@@ -425,16 +435,20 @@ class RecordedStreams:
                 return
             claimed = await self.copies.claim(stream_id, found.connection)
             if claimed is not None and claimed.is_yours:
-                self._take_over(claimed, opening, time.monotonic() - began)
+                self._take_over(Found(claimed, found.connection), opening, time.monotonic() - began)
         finally:
-            self._adopting.discard(stream_id)
+            del self._adopting[stream_id]
+            ended.set_result(None)
 
-    def _take_over(self, copy: Copy, opening: Opening, seconds: float) -> None:
+    def _take_over(self, found: Found, opening: Opening, seconds: float) -> None:
         """Runs a claimed stream from here on. `seconds` have passed since it was offered."""
+        copy = found.copy
         recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread, copy.age_s)
         recording.last_read = time.monotonic()
         add_copy(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening, self.shares.hold(opening.client))
+        if found.connection is self.copies.keeper and recording.entries == copy.entries:
+            own.num_sent = copy.num_entries  # they need not be written again
         log_event("adopted", copy.stream_id, entries=copy.num_entries, seconds=round(seconds, 4))
         self._hold(own)
         if recording.is_ended:

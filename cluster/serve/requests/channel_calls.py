@@ -46,6 +46,12 @@ class ChannelCalls:
         """Number of replicas that are held."""
         return len(self._holding)
 
+    def is_open(self, request_id: str) -> bool:
+        """Returns whether a request has no result yet. An output may still be under way when the ingress has ended it
+        at a stop string; aborting it then would cancel the result.
+        """
+        return request_id in self._open
+
     def connected(self, connection: Connection) -> None:
         if connection.takes_requests:
             self._connections[connection.replica] = connection

@@ -39,6 +39,7 @@ from manta.cluster.serve.requests.prompt_run import Call, PromptRun
 from manta.cluster.serve.requests.run_watch import REMOVAL_POLL_S, RunWatch, gone
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.requests.takeover import USUAL_TIMES, TakeoverTimes
+from manta.cluster.serve.requests.turn_budget import TurnBudget
 from manta.cluster.serve.routing import replicas
 from manta.cluster.serve.routing.replicas import ChosenReplica
 from manta.cluster.serve.routing.reports import Report
@@ -310,8 +311,8 @@ class EngineClient(EngineQuestions):
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of clients whose calls are being started."""
-        self._num_moved = 0
-        """Calls of streams that pause, in this turn of the event loop."""
+        self._moving = TurnBudget(MOVED_A_TURN)
+        """Calls of streams that pause. One a turn would take seconds, because turns are long when many streams move."""
         self._watch = RunWatch(self.runs, self, self._replicas, times.look_s, self._greet_new)
 
     async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
@@ -420,7 +421,7 @@ class EngineClient(EngineQuestions):
             async with self._call_locks.setdefault(request.client, asyncio.Lock()):
                 await asyncio.sleep(0)
         else:
-            await self._until_few_have_started()
+            await self._moving.take()
         result = await self.over_channel.generate(request, self.serving_name)
         return await answer_of(self.serving.generate.remote(request, address)) if result is None else result
 
@@ -431,19 +432,6 @@ class EngineClient(EngineQuestions):
             raise LookupError(f"{chosen.name} runs no more")
         address = await self._receiver.start()
         await answer_of(self._handles[deployment].hold.remote(chosen, address))
-
-    async def _until_few_have_started(self) -> None:
-        """Waits until fewer than `MOVED_A_TURN` calls of streams that pause have started in this turn of the event
-        loop. Turns are long when many streams move, so one call in each would take seconds.
-        """
-        while self._num_moved >= MOVED_A_TURN:
-            await asyncio.sleep(0)
-        if not self._num_moved:
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._num_moved += 1
-
-    def _begin_turn(self) -> None:
-        self._num_moved = 0
 
     def cancel_later(self, call: Any) -> None:
         self._ending.add(call)
@@ -479,8 +467,8 @@ class EngineClient(EngineQuestions):
             run = self.runs.get(output.request_id)
             if run is not None:
                 run.receive(output, connection)
-            elif output.finish is None:  # it was given up before an engine had it
-                connection.send(Control(output.request_id))
+            elif output.finish is None and not self.over_channel.is_open(output.request_id):
+                connection.send(Control(output.request_id))  # it was given up before an engine had it
         if has_gone_away:
             self._watch.move()
 

@@ -23,7 +23,7 @@ from manta.cluster.serve.requests.gathering import failure_apart, joined
 from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.telemetry.request_log import log_event
-from manta.cluster.text.detokenizer import SequenceText
+from manta.cluster.text.detokenizer import SequenceText, TokenCount
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Kind, Refusal
 
@@ -31,7 +31,7 @@ from manta.structured.refusals import Kind, Refusal
 class Choice:
     """One answer to a prompt, as far as it is generated."""
 
-    def __init__(self, index: int, text: SequenceText) -> None:
+    def __init__(self, index: int, text: SequenceText | TokenCount) -> None:
         self.index = index
         self.text = text
         self.finished = False
@@ -91,8 +91,8 @@ class Prompt:
 class Answers:
     """The answers to one HTTP body, made of the outputs that `_tell` gets. Async iteration yields `Event`s until every
     choice has ended, and raises `ServingError` if the body cannot be served. `measure` returns the metrics of a prompt
-    with so many choices. `meter` is ended with the answers. Implements
-    `manta.cluster.http.exchange.engines.Generation`.
+    with so many choices. `meter` is ended with the answers. Without `reads_text` the events have no text, unless stop
+    strings need it. Implements `manta.cluster.http.exchange.engines.Generation`.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail.
     """
@@ -103,6 +103,7 @@ class Answers:
         request: GenerationRequest,
         measure: Callable[[int], RequestMetrics],
         meter: Meter = UNMETERED,
+        reads_text: bool = True,
     ) -> None:
         self._meter = meter
         self._params = params = request.engine.params
@@ -114,7 +115,8 @@ class Answers:
         text = functools.partial(
             SequenceText, tokenizer, params, continues_prompt=not request.chat, shown_ids=request.shown_ids
         )
-        self.choices = [Choice(index, text()) for index in range(len(request.prompts) * params.n)]
+        make_text = text if reads_text or params.stop else TokenCount
+        self.choices = [Choice(index, make_text()) for index in range(len(request.prompts) * params.n)]
         self._prompts = [
             Prompt(len(token_ids), self.choices[number * params.n : (number + 1) * params.n], measure(params.n))
             for number, token_ids in enumerate(request.prompts)
