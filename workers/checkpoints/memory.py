@@ -289,14 +289,11 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
         return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
     names = {name for _, entries in headers for name in entries}
-    if renames := renames_of(names):
-        return [(path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in headers]
-    if any(name.startswith(_OF_TEXT) for name in names):
-        return [(path, _text_tensors(entries)) for path, entries in headers]
-    return [
-        (path, {name: entry for name, entry in entries.items() if not name.startswith(_OF_TOWERS)})
-        for path, entries in headers
-    ]
+    text_of = _text_tensors if any(name.startswith(_OF_TEXT) for name in names) else _without_towers
+    of_text = [(path, text_of(entries)) for path, entries in headers]
+    if not (renames := renames_of(names)):
+        return of_text
+    return [(path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in of_text]
 
 
 _TEXT_NAMES = {
@@ -333,6 +330,10 @@ def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
             if name.startswith(stored):
                 found[usual + name.removeprefix(stored)] = entry
     return found
+
+
+def _without_towers(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return {name: entry for name, entry in entries.items() if not name.startswith(_OF_TOWERS)}
 
 
 def gguf_cache() -> pathlib.Path:

@@ -44,7 +44,15 @@ _DEEPSEEK_V4: Renames = (
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
 )
-_FAMILIES: dict[str, Renames] = {r"\.learnable_sink_param$": _HY_V4, r"\.attn_sink$": _DEEPSEEK_V4}
+_GLM5_NEXT: Renames = (
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.index_kpool_compress_gate$", ".index_kpool_compress_gate.weight"),
+)
+_FAMILIES: dict[str, Renames] = {
+    r"\.learnable_sink_param$": _HY_V4,
+    r"\.attn_sink$": _DEEPSEEK_V4,
+    r"\.index_kpool_compress_gate$": _GLM5_NEXT,
+}
 """The renames of each family by a pattern that only names of its published checkpoints fit."""
 
 

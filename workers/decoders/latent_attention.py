@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.head_gates import gated_heads
+from manta.workers.decoders.key_pools import choose_pools, write_pools
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, index_keys
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
@@ -84,9 +85,12 @@ def attend_latent(
         row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
     if indexer is not None:
         assert choice is not None
-        cached_keys = _index_part(kv_cache[0], shape)
-        rope = cos_sin, shape.rope_dim
-        choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
+        of_step, cached_keys = (normed, query_latents), _index_part(kv_cache[0], shape)
+        if indexer.shape.pool_len:
+            write_pools(indexer, cached_keys[:, :, 0], metadata, kernels)
+            choice.take(choose_pools(indexer, *of_step, cached_keys[:, :, 0], metadata, kernels))
+        else:
+            choice.take(choose_tokens(indexer, *of_step, cos_sin, shape.rope_dim, cached_keys, metadata, kernels))
     if choice is None or choice.slots is None:
         attended = kernels.paged_attention(row, *kv_cache, metadata, heads, sliding_window, weights.sinks)
     else:
@@ -110,5 +114,7 @@ def _latent_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
 
 
 def _index_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
-    """Returns the view [..., 2, index head_dim / 2] of the dimensions of an indexer's key; there may be none."""
+    """Returns the view [..., 2, n / 2] of the `n` dimensions that an indexer caches; there may be none. With pools the
+    first half is a key, and the second the logarithms of its weights.
+    """
     return head.unflatten(-1, (2, -1))[..., shape.cached_dim // 2 :]

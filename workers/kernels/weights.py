@@ -200,6 +200,9 @@ class IndexerWeights:
     key_bias: torch.Tensor
     shares: Linear
     """hidden -> num_heads, in float32."""
+    pool_biases: torch.Tensor | None = None
+    """float32 [pool_len, head_dim], which are added to the logarithms of weights in a pool; None if there are no pools.
+    """
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -141,12 +141,16 @@ class IndexerSpec(NamedTuple):
     queries: LinearSpec
     """The linear from the queries' latent vector to the queries of all of its heads."""
     keys: LinearSpec
-    """The linear from hidden states to the key."""
+    """The linear from hidden states to the key, and with pools to the logarithms of its weight in its pool."""
     key_norm: NormSpec
     key_bias: TensorSpec
     """[head_dim]: what is added to the normed key."""
     shares: LinearSpec
     """The linear from hidden states to a number for each head."""
+    pool_biases: TensorSpec | None = None
+    """[pool_len, head_dim]: what is added to the logarithms of weights, by the token's place in its pool; None if there
+    are no pools.
+    """
 
     def linears(self) -> Iterator[LinearSpec]:
         yield from (self.queries, self.keys, self.shares)
@@ -200,6 +204,8 @@ class LatentAttentionSpec(NamedTuple):
     def tensors(self) -> Iterator[TensorSpec]:
         if self.indexer is not None:
             yield self.indexer.key_bias
+            if self.indexer.pool_biases is not None:
+                yield self.indexer.pool_biases
 
 
 class SideBySideSpec(NamedTuple):

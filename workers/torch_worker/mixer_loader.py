@@ -76,7 +76,8 @@ def _indexer(read: PartReader, spec: IndexerSpec) -> IndexerWeights:
     norm = TensorSpec(f"{spec.key_norm.name}.weight", (spec.key_norm.size,), Split.NOTHING)
     queries, keys = read.linear(spec.queries), read.linear(spec.keys)
     norms = read.tensor(norm), read.tensor(spec.key_bias)
-    return IndexerWeights(spec.shape, queries, keys, *norms, read.plain_linear(spec.shares))
+    biases = None if spec.pool_biases is None else read.tensor(spec.pool_biases)
+    return IndexerWeights(spec.shape, queries, keys, *norms, read.plain_linear(spec.shares), biases)
 
 
 def load_compressed_attention(read: PartReader, spec: CompressedAttentionSpec) -> CompressedAttentionWeights:
