@@ -20,6 +20,7 @@ _HY_V4: Renames = (
     (r"\.hc_head_(fn|base|scale)$", r".hc_\1"),
 )
 _DEEPSEEK_V4: Renames = (
+    (r"\.scale$", ".weight_scale_inv"),
     (r"^(?!model\.|lm_head\.|mtp\.)", "model."),
     (r"^model\.head\.", "lm_head."),
     (r"^model\.embed\.", "model.embed_tokens."),

@@ -42,6 +42,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     for key in ("num_key_value_heads", "n_shared_experts"):
         raw[key].whole(1, most=1)
     raw["num_nextn_predict_layers"].whole(1, least=0)  # what drafts tokens has names of its own
+    raw.ignore("expert_dtype")  # the tensors say it themselves
     num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
     kinds, of_experts = _read_layer_kinds(raw, num_layers), _read_mlp_kinds(raw, num_layers)
     ropes = _read_ropes(raw)
