@@ -119,7 +119,7 @@ def test_an_odd_gate_keeps_the_single_call() -> None:
     folder = checkpoint("llama", intermediate_size=40)
     model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None))
     assert isinstance(model, Decoder)
-    assert len(model.compiled.called_back) == 3  # type: ignore[union-attr]
+    assert len(model.compiled.called_back) == 0  # type: ignore[union-attr]
     together = logits_of(folder, model)
     model.compiled = None
     assert torch.equal(together, logits_of(folder, model))

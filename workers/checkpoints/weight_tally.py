@@ -13,7 +13,7 @@ from manta.workers.kept_weights import kept_bytes
 from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.weights import Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.kernels.weights import Experts, ExpertsWeights, GatedMlpWeights, Linear, LinearWeight
 from manta.workers.models.model_config import DTYPE_BYTES, ExpertsConfig
 
 
@@ -93,6 +93,9 @@ class CountingPlatform:
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         return LoopedExperts(experts, config.scales_inputs)
+
+    def fuse_mixture(self, mixture: ExpertsWeights, dtype: torch.dtype) -> Linear | None:
+        return None
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight = view.to(dtype)

@@ -41,6 +41,8 @@ def run_experts(
     reads x, or `routed` [num_tokens, width]. It chooses the experts, or gives shares to those of `chosen`, int64
     [num_tokens, num_chosen].
     """
+    if experts.in_one_call is not None and routed is None:
+        return experts.in_one_call.forward(x)
     logits = experts.router.forward((x if routed is None else routed).float())
     if chosen is None:
         shares, chosen = kernels.route(logits, experts.choice_bias, experts.config, step)
@@ -61,7 +63,9 @@ def run_experts(
         if experts.shared_gate is not None:
             result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float()))
         total += result
-    joined = experts.join(total.to(x.dtype))
+    joined = total.to(x.dtype)
+    if experts.join is not None:
+        joined = experts.join(joined)
     if not experts.config.num_identity:
         return joined
     kept = functools.reduce(torch.add, (shares * (chosen >= experts.config.num_computing)).split(1, dim=-1))

@@ -12,9 +12,9 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, cpu_recurrence, expert_choice, kv_cache, layout, reference
+from manta.workers.kernels import build, cpu_experts, cpu_gates, cpu_recurrence, kv_cache, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.cpu_linear import DTYPES, GATE_KINDS
+from manta.workers.kernels.cpu_linear import DTYPES
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from manta.workers.models.model_config import HeadShape
@@ -26,7 +26,7 @@ HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
 
 recurrent: RecurrentKernels = cpu_recurrence
-route = expert_choice.route
+route = cpu_experts.route
 layer_norm = reference.layer_norm
 cap = reference.cap
 log1p = reference.log1p
@@ -47,7 +47,6 @@ def _library() -> ctypes.CDLL | None:
     layout.check("the attention kernel", library.manta_attention_layout, shared)
     signatures = {
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
-        "manta_gate": [c_int, c_int, c_void_p, c_void_p, c_int, c_int],
         "manta_rope_and_cache": [c_int, c_int, *[c_void_p] * 8, c_int, c_int, c_int64, *[c_int] * 3, c_float],
         "manta_paged_attention": [
             c_int,
@@ -97,31 +96,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return output
 
 
-def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.gate`. Clamped gates and GELU without tanh are torch's products, of a compiled function."""
-    if activation not in GATE_KINDS:
-        gates, up = gate_up.float().chunk(2, dim=-1)
-        if activation == "clamped":
-            return reference.clamped_gate(gates, up, cpu_recurrence.sigmoid).to(gate_up.dtype)
-        assert activation == "gelu"
-        return (cpu_recurrence.gelu(gates) * up).to(gate_up.dtype)
-    library = _library()
-    if library is None:
-        return reference.gate(activation, gate_up)
-    gate_up = gate_up.contiguous()
-    rows, width = gate_up.shape
-    output = gate_up.new_empty((rows, width // 2))
-    kind = GATE_KINDS[activation]
-    library.manta_gate(DTYPES[gate_up.dtype], kind, gate_up.data_ptr(), output.data_ptr(), rows, width // 2)
-    return output
-
-
-def limited_gate(activation: str, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes `gate` of gates that are at most `limit`, and of what they let through between `-limit` and `limit`."""
-    gates, up = gate_up.chunk(2, dim=-1)
-    return gate(activation, torch.cat((gates.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
-
-
+gate = cpu_gates.gate
 silu_and_mul = functools.partial(gate, "silu")
 
 

@@ -17,18 +17,31 @@ import torch
 from manta.workers.kernels import build
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu import CACHE_DTYPES, HEAD_DIM_MULTIPLE, NO_WINDOW
-from manta.workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+from manta.workers.kernels.cpu_linear import DTYPES, HasNative, LinearCall, NativeLinear
 from manta.workers.kernels.kept_memory import KeptMemory
 from manta.workers.kernels.layout import check, structure
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
-from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
+from manta.workers.kernels.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    ExpertsWeights,
+    GatedMlpWeights,
+    Linear,
+    max_mlp_rows,
+)
 from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, Variant, variants_of
 
-COMPILED_VARIANTS = OUTSIDE_OF_LAYERS | {Variant.SOFT_CAP, Variant.SINKS}
+COMPILED_VARIANTS = OUTSIDE_OF_LAYERS | {
+    Variant.SOFT_CAP,
+    Variant.SINKS,
+    Variant.EXPERTS,
+    Variant.OTHER_ROUTERS,
+    Variant.SCALED_INPUTS,
+    Variant.LIMITED_GATES,
+}
 """What layers in one call compute beyond Llama's."""
-_Linear = structure("_Linear", "run state")
 _Shape = structure(
     "_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact block_stride", "eps scale logit_cap"
 )
@@ -44,7 +57,7 @@ _Run = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int)
 class _NativeLayer(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")],
-        *[(name, _Linear) for name in ("qkv", "attention_output", "gated", "down")],
+        *[(name, LinearCall) for name in ("qkv", "attention_output", "gated", "down", "mixture")],
         *[(name, c_void_p) for name in ("k_cache", "v_cache", "cos_sin", "sinks")],
         ("window", c_int),
         ("group", c_int),
@@ -55,7 +68,7 @@ class _NativeLayer(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
-        structures = (_Linear, _NativeLayer, _Shape, _Step, _Buffers)
+        structures = (LinearCall, _NativeLayer, _Shape, _Step, _Buffers)
         sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in structures}
         check("decoder.cpp", library.manta_decoder_layout, sizes)
         library.manta_decoder.argtypes = [
@@ -133,6 +146,7 @@ class FusedLayers:
             "attention_output": (attended_width, hidden),
             "gated": (hidden, config.intermediate_size),
             "down": (config.intermediate_size, hidden),
+            "mixture": (hidden, hidden),
         }
         self.called_back: list[_CalledBack] = []
         """Linears that only Python can run."""
@@ -145,19 +159,19 @@ class FusedLayers:
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.mixer, layer.mlp
             assert isinstance(attention, AttentionWeights)
-            assert isinstance(mlp, GatedMlpWeights)
             assert place is not None
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
             to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)
-            linears = {
-                "qkv": attention.qkv,
-                "attention_output": attention.output,
-                "gated": mlp.gated,
-                "down": mlp.down,
-            }
+            linears = {"qkv": attention.qkv, "attention_output": attention.output}
+            if isinstance(mlp, ExpertsWeights):
+                assert mlp.in_one_call is not None
+                linears |= {"mixture": mlp.in_one_call}
+            else:
+                assert isinstance(mlp, GatedMlpWeights)
+                linears |= {"gated": mlp.gated, "down": mlp.down}
             for name, linear in linears.items():
                 native = self._native(linear, *features[name])
-                setattr(to, name, _Linear(native.run, native.state))
+                setattr(to, name, LinearCall(native.run, native.state))
                 if native.raise_error is not None:
                     self._raise_errors[native.raise_error] = None
                 if native.begin is not None:
@@ -257,13 +271,14 @@ class FusedLayers:
 
 def compile_decoder(weights: DecoderWeights, config: ModelConfig, exact: bool = False) -> FusedLayers | None:
     """None if there are no kernels, or if they do not support the dtype, the size of the heads, or what the layers do
-    beyond Llama's. `exact` is that of `cpu.paged_attention`.
+    beyond Llama's and mixtures of experts. `exact` is that of `cpu.paged_attention`.
     """
     if _library() is None or weights.dtype not in DTYPES or config.head_dim % HEAD_DIM_MULTIPLE:
         return None
     if variants_of(config) - COMPILED_VARIANTS:
         return None
-    return FusedLayers(weights, config, exact)
+    mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, ExpertsWeights)]
+    return None if any(each.in_one_call is None for each in mixtures) else FusedLayers(weights, config, exact)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

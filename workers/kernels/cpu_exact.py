@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, cpu_recurrence, expert_choice
+from manta.workers.kernels import build, cpu_recurrence
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_products import head_products
-from manta.workers.models.model_config import ExpertsConfig
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = build.load_library()
     assert library is not None, "exact is refused without compiled kernels"
-    library.manta_softmax.argtypes = [c_void_p, c_void_p, c_int64, c_int]
     library.manta_log1p.argtypes = [c_void_p, c_void_p, c_int64]
-    for name in ("softmax", "log1p"):
-        getattr(library, f"manta_{name}").restype = None
+    library.manta_log1p.restype = None
     return library
 
 
@@ -33,38 +30,13 @@ class ExactLinear:
     """`x @ weight.T + bias` in float32, for the weight [out_features, in_features] of a router."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = weight.T.contiguous().unsqueeze(0)
-        self._bias = bias
+        self.weight = weight.T.contiguous().unsqueeze(0)
+        """[1, in_features, out_features]"""
+        self.bias = bias
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        products = head_products(x.unsqueeze(1), self._weight).squeeze(1)
-        return products if self._bias is None else products + self._bias
-
-
-def softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the softmax of each row of logits, float32 [num_tokens, num_experts]."""
-    logits = logits.contiguous()
-    output, width = torch.empty_like(logits), logits.shape[-1]
-    _library().manta_softmax(logits.data_ptr(), output.data_ptr(), logits.numel() // width, width)
-    return output
-
-
-def route(
-    logits: torch.Tensor,
-    choice_bias: torch.Tensor | None,
-    config: ExpertsConfig,
-    step: AttentionMetadata | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights of the chosen experts and their indices, as `expert_choice.route` does."""
-    return expert_choice.choose(_SCORES[config.scores](logits), choice_bias, config)
-
-
-def _root_of_softplus(logits: torch.Tensor) -> torch.Tensor:
-    return cpu_recurrence.sqrt(cpu_recurrence.softplus(logits, torch.zeros(logits.shape[-1])))
-
-
-_SCORES = {"sigmoid": cpu_recurrence.sigmoid, "softmax": softmax, "sqrtsoftplus": _root_of_softplus}
-"""The scores of logits, by the names of `ExpertsConfig.scores`."""
+        products = head_products(x.unsqueeze(1), self.weight).squeeze(1)
+        return products if self.bias is None else products + self.bias
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -24,6 +24,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_features out_features gate")
 
 
+LinearCall = layout.structure("_Linear", "run state")
+"""A linear as C++ calls it (`native_linear.h`)."""
+
+
 class NativeLinear(NamedTuple):
     """The function that C++ calls to run a linear: `run(state, x, y, num_rows)`."""
 
@@ -79,7 +83,9 @@ GATES = 16
 
 
 GATE_KINDS = {"silu": 1, "gelu_tanh": 2}
-"""The gates that are compiled, by their numbers in `simd.h`."""
+"""The gates that linears compute with their products, by their numbers in `simd.h`."""
+ALL_GATE_KINDS = {**GATE_KINDS, "gelu": 3, "clamped": 4}
+"""All that are compiled, by their numbers in `simd.h` and `activations.h`."""
 
 
 def gates_fit(out_features: int) -> bool:

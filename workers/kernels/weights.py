@@ -342,8 +342,8 @@ class ExpertsWeights:
     """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
     experts: Experts
     """Of ranks, each has a part of every expert's inner width, or some experts whole."""
-    join: Callable[[torch.Tensor], torch.Tensor]
-    """Sums the results [num_tokens, hidden] of ranks; returns them as they are if each rank has whole ones."""
+    join: Callable[[torch.Tensor], torch.Tensor] | None
+    """Sums the results [num_tokens, hidden] of ranks; None if each rank has whole ones."""
     choice_bias: torch.Tensor | None = None
     """float32 [num_experts], added to the scores for the choice alone; None for none."""
     shared: GatedMlpWeights | None = None
@@ -356,6 +356,8 @@ class ExpertsWeights:
     """What comes before `router`; None if it reads what experts read."""
     table: torch.Tensor | None = None
     """int64 [vocab_size, num_chosen]: the experts of each token, whatever their scores are; None for none."""
+    in_one_call: Linear | None = None
+    """All of this as one linear of rows [num_tokens, hidden], with the same bits; None if the platform has none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manta.workers.kernels.weights import (
         DecoderWeights,
         Experts,
+        ExpertsWeights,
         GatedMlpWeights,
         Linear,
         LinearWeight,
@@ -103,6 +104,12 @@ class Platform(Protocol):
         """Returns the experts of a layer as one; `LoopedExperts` computes the same. Each expert is read, and made of
         linears of this platform, when the iterable gets to it. `activation` is what follows an expert's first linear:
         a name of `reference.GATES`, or of `reference.ACTIVATIONS` where it has no gate.
+        """
+        ...
+
+    def fuse_mixture(self, mixture: ExpertsWeights, dtype: torch.dtype) -> Linear | None:
+        """Returns the router, the experts and the shared expert as one linear of activations in `dtype`; None if this
+        platform has none that computes all of them.
         """
         ...
 

@@ -19,7 +19,15 @@ from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.shared_weights import share_tensors, shared_weights
-from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, SharedLinears, WeightContent
+from manta.workers.kernels.weights import (
+    DecoderWeights,
+    Experts,
+    ExpertsWeights,
+    GatedMlpWeights,
+    Linear,
+    SharedLinears,
+    WeightContent,
+)
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
 from manta.workers.platforms.cpu_linears import (
@@ -46,7 +54,7 @@ class _ExactKernels:
     log1p = staticmethod(cpu_exact.log1p)
     head_products = staticmethod(cpu_products.head_products)
     recurrent = cpu.recurrent
-    route = staticmethod(cpu_exact.route)
+    route = staticmethod(cpu_experts.route)
 
 
 class CpuPlatform:
@@ -83,11 +91,15 @@ class CpuPlatform:
         return make_onednn_linear(weight, bias)
 
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return cpu_exact.ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)
+        has_kernels = build.load_library() is not None
+        return cpu_exact.ExactLinear(weight, bias) if has_kernels else TorchLinear(weight, bias)
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         own = tuple(experts)
         return cpu_experts.fuse(own, config.scales_inputs) or LoopedExperts(own, config.scales_inputs)
+
+    def fuse_mixture(self, mixture: ExpertsWeights, dtype: torch.dtype) -> Linear | None:
+        return cpu_experts.fuse_mixture(mixture, dtype)
 
     @contextlib.contextmanager
     def shared_linears(self, content: WeightContent) -> Iterator[SharedLinears | None]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 
-from manta.workers.kernels import cpu, cpu_adapters, cpu_linear, cpu_quantized_linear, processor
+from manta.workers.kernels import cpu_adapters, cpu_linear, cpu_quantized_linear, processor
 from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, AdaptedLinear, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_adapters import StepAdapters
+from manta.workers.kernels.cpu_gates import GateShape, with_gate
 from manta.workers.kernels.cpu_linear import PackedLinear, Place, place_alone
 from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
@@ -35,7 +35,7 @@ def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linea
     if weight.gated and not weight.gate_limit:
         return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation)
     if weight.gated:
-        return GatedLinear(make_cpu_linear(weight.dense(), weight.bias, place), _gate(weight))
+        return _gated(make_cpu_linear(weight.dense(), weight.bias, place), weight)
     return make_cpu_linear(weight.dense(), weight.bias, place)
 
 
@@ -74,14 +74,15 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
     if linear is None and has_silu:
         return TorchQuantizedLinear(read(), weight.bias, gated=True)
     linear = linear or TorchQuantizedLinear(read(), weight.bias)
-    return GatedLinear(linear, _gate(weight)) if weight.gated else linear
+    return _gated(linear, weight) if weight.gated else linear
 
 
-def _gate(weight: LinearWeight) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the function of gates and what they let through, one after the other."""
-    if weight.gate_limit:
-        return functools.partial(cpu.limited_gate, weight.activation, weight.gate_limit)
-    return functools.partial(cpu.gate, weight.activation)
+def _gated(linear: Linear, weight: LinearWeight) -> GatedLinear:
+    """Returns the linear of a gated weight, which computes gates and what they let through, with its gate."""
+    out_features, in_features = weight.weight.shape
+    return with_gate(
+        linear, GateShape(weight.activation, weight.gate_limit, weight.dtype, out_features // 2, in_features)
+    )
 
 
 def _with_half_scales(weight: QuantizedWeight) -> QuantizedWeight:
@@ -166,4 +167,5 @@ def make_cpu_gated_linear(
     gated = cpu_linear.pack(weight, bias, activation, place)
     if gated is not None:
         return gated
-    return GatedLinear(make_cpu_linear(weight, bias, place), functools.partial(cpu.gate, activation))
+    shape = GateShape(activation, 0.0, weight.dtype, weight.shape[0] // 2, weight.shape[1])
+    return with_gate(make_cpu_linear(weight, bias, place), shape)

@@ -36,7 +36,15 @@ from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout, build_
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_layers import rounded_layers
 from manta.workers.kernels.triton.work import WorkShape
-from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight, WeightContent
+from manta.workers.kernels.weights import (
+    DecoderWeights,
+    Experts,
+    ExpertsWeights,
+    GatedMlpWeights,
+    Linear,
+    LinearWeight,
+    WeightContent,
+)
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cuda_group import NcclGroup
 
@@ -70,6 +78,9 @@ class CudaPlatform:
         """Layouts of captured steps, ascending."""
         self._work_shape: WorkShape | None = None
         """Shape of the work of the first loaded model's attention. A draft model uses it too, at little cost."""
+
+    def fuse_mixture(self, mixture: ExpertsWeights, dtype: torch.dtype) -> None:
+        """Returns None, because a graph of the whole step spares what one call would."""
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
         self._has_experts = True

@@ -350,16 +350,15 @@ class WeightLoader:
     def _beside(self, spec: ExpertsBesideSpec) -> ExpertsBesideWeights:
         hidden = self._config.hidden_size
         scale = self.linears.read_vector(spec.router_scale, hidden, Split.NOTHING).float() * hidden**-0.5
-        experts = dataclasses.replace(self._experts(spec.experts), share_scales=self._of_experts(spec.share_scales))
         return ExpertsBesideWeights(
-            experts,
+            self._experts(spec.experts, self._of_experts(spec.share_scales)),
             self._norm(spec.input_norm),
             self._norm(spec.output_norm),
             self._norm(spec.mlp_norm),
             self._platform.place_weight(scale, self._dtype),
         )
 
-    def _experts(self, spec: ExpertsSpec) -> ExpertsWeights:
+    def _experts(self, spec: ExpertsSpec, share_scales: torch.Tensor | None = None) -> ExpertsWeights:
         config = self._config.experts
         assert config is not None
         activation = spec.experts[0].gated.activation or self._config.activation
@@ -372,17 +371,23 @@ class WeightLoader:
         if spec.held is not None:
             of_rank = ExpertsOfRank(experts, spec.held)
             experts = ExactExpertsOfRanks(of_rank, self._group) if self._exact else of_rank
-        return ExpertsWeights(
+        weights = ExpertsWeights(
             config,
             router,
             experts,
-            (lambda total: total) if self._exact or spec.experts[0].down.gathers else self._group.all_reduce,
+            None if self._has_whole_results(spec) else self._group.all_reduce,
             self._choice_bias(spec),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
+            share_scales,
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
             deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
             table=load_table(self._checkpoint, self._config, spec.table, self._platform),
         )
+        return dataclasses.replace(weights, in_one_call=self._platform.fuse_mixture(weights, self._dtype))
+
+    def _has_whole_results(self, spec: ExpertsSpec) -> bool:
+        """Whether the results of this rank's experts need not be added to those of other ranks."""
+        return self._exact or spec.experts[0].down.gathers or self._group.num_ranks == 1
 
     def _deep_router(self, spec: DeepRouterSpec) -> DeepRouterWeights:
         width, (first, second) = spec.norm.size, map(self._plain_linear, spec.hidden)

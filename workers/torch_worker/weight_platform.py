@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from manta.workers.kernels.weights import Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.kernels.weights import Experts, ExpertsWeights, GatedMlpWeights, Linear, LinearWeight
 from manta.workers.models.model_config import ExpertsConfig
 
 
@@ -21,6 +21,8 @@ class WeightPlatform(Protocol):
     def make_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
     def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
+
+    def fuse_mixture(self, mixture: ExpertsWeights, dtype: torch.dtype) -> Linear | None: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from manta.workers.decoders.rope_table import rope_table
-from manta.workers.kernels import cpu, cpu_exact, cpu_products, cpu_sampler, reference
+from manta.workers.kernels import cpu, cpu_exact, cpu_experts, cpu_products, cpu_sampler, expert_choice, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.exponential import exponential
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.models.model_config import RopeConfig
+from manta.workers.models.model_config import ExpertsConfig, RopeConfig
 from manta.workers.sampling.sampling_state import SamplingState
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import SequenceStart, StateUse
@@ -58,7 +58,9 @@ DIGESTS = {
     "parts of recurrent layers, float32": "1fba3817477a06e9",
     "products of heads, float32": "39550479a5f1d2ca",
     "products of heads, bfloat16": "8e2d005b2276bd2b",
-    "scores of experts, float32": "b37c837ea627946c",
+    "scores of experts, softmax, float32": "24dda9b33ad8ac28",
+    "scores of experts, sigmoid, float32": "2b2164a7dde90c19",
+    "scores of experts, sqrtsoftplus, float32": "7c39b5f14a6f0f6b",
     "norms that subtract the mean, float32": "410e29ca6d538eec",
     "norms that subtract the mean, bfloat16": "e499b25d51f1ff09",
     "soft caps, float32": "e7d278115d759e4e",
@@ -266,10 +268,12 @@ def test_products_of_heads(form: str, dtype: torch.dtype) -> None:
 
 
 def test_scores_of_experts(form: str) -> None:
-    logits = numbers(29, 5, 37, scale=2.0**-13)
-    scores = cpu_exact.softmax(logits)
-    check("scores of experts", torch.float32, scores)
-    torch.testing.assert_close(scores, logits.softmax(-1))
+    logits = numbers(29, 5, 36, scale=2.0**-13)
+    for name in cpu_experts.SCORES:
+        config = ExpertsConfig(num_experts=36, num_chosen=30, intermediate_size=1, scores=name, normalises=True)
+        shares, chosen = cpu_experts.route(logits, None, config)
+        check(f"scores of experts, {name}", torch.float32, shares, chosen)
+        torch.testing.assert_close(shares, expert_choice.route(logits, None, config)[0])
 
 
 @pytest.mark.usefixtures("compiled")

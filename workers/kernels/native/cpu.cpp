@@ -55,23 +55,6 @@ void rms_norm_all(const T* x, T* residual, const T* weight, T* output, int rows,
     });
 }
 
-template <class T>
-void gate_all(int activation, const T* gate_up, T* output, int rows, int intermediate) {
-    constexpr int CHUNK = 1024;
-    const int chunks = (intermediate + CHUNK - 1) / CHUNK;
-    parallel_for(int64_t(rows) * chunks, int64_t(rows) * intermediate <= PARALLEL_ELEMENTS, [&](int64_t piece) {
-        const int64_t row = piece / chunks;
-        const int first = int(piece % chunks) * CHUNK;
-        const int last = std::min(first + CHUNK, intermediate);
-        const T* gates = gate_up + row * 2 * intermediate;
-        for (int i = first; i < last; i += LANES) {
-            const Floats gate = load_upto(gates + i, last - i);
-            const Floats up = load_upto(gates + intermediate + i, last - i);
-            store_rounded_upto(output + row * intermediate + i, gate_of<false>(activation, gate) * up, last - i);
-        }
-    });
-}
-
 struct RopeShape {
     int num_tokens;
     int num_heads;
@@ -193,15 +176,6 @@ void manta_rms_norm(
         rms_norm_all((const bf16*)x, (bf16*)residual, (const bf16*)weight, (bf16*)output, rows, hidden, eps);
     } else {
         rms_norm_all((const float*)x, (float*)residual, (const float*)weight, (float*)output, rows, hidden, eps);
-    }
-}
-
-// `activation` is SILU or GELU_TANH
-void manta_gate(int dtype, int activation, const void* gate_up, void* output, int rows, int intermediate) {
-    if (dtype == BFLOAT16) {
-        gate_all(activation, (const bf16*)gate_up, (bf16*)output, rows, intermediate);
-    } else {
-        gate_all(activation, (const float*)gate_up, (float*)output, rows, intermediate);
     }
 }
 

@@ -29,6 +29,7 @@ constexpr int BFLOAT16 = 1;
 struct Layer {
     const void *input_norm, *q_norm, *k_norm, *mlp_norm;
     Linear qkv, attention_output, gated, down;
+    Linear mixture;  // of experts, in the place of `gated` and `down`; null for none
     void *k_cache, *v_cache;
     const float *cos_sin, *sinks;
     int window;
@@ -101,6 +102,10 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
                               s.logit_cap, layer.sinks, s.exact);
         layer.attention_output(b.attended, b.update, rows);
         norm(b.update, b.residual, layer.mlp_norm, b.normed);
+        if (layer.mixture.run) {
+            layer.mixture(b.normed, b.update, rows);
+            continue;
+        }
         const int64_t row_bytes = s.hidden * (s.dtype == BFLOAT16 ? 2 : 4);
         for (int first = 0; first < rows; first += b.mlp_rows) {
             const int count = std::min(b.mlp_rows, rows - first);

@@ -6,9 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "activations.h"
 #include "parallel.h"
-#include "quantized_floats.h"
-#include "simd.h"
 
 namespace {
 
@@ -246,11 +245,6 @@ void find_largest(const RunningMax& all, int sequence) {
     }
 }
 
-MANTA_INLINE Floats sigmoid_of(Floats x) {
-    const Floats exponent = maximum(splat(-126.0f), x * LOG2_E);  // so that 2^-x stays finite; a NaN passes
-    return 1.0f / (1.0f + exp2_of<false>(-exponent));
-}
-
 // The sum of function(x[i])
 template <class Function>
 MANTA_INLINE float sum_each(const float* x, int count, const Function& function) {
@@ -304,16 +298,6 @@ MANTA_INLINE void norm_and_gate(
 MANTA_INLINE void scale_to_unit(const float* x, float* output, int size, float scale, float eps) {
     const float factor = scale / std::sqrt(sum_of_squares(x, size) + eps);
     for (int i = 0; i < size; i += LANES) store_upto(output + i, load_upto(x + i, size - i) * factor, size - i);
-}
-
-// log(1 + e^x) = max(x, 0) + log(1 + e^-|x|), whose second part is twice the series of the inverse hyperbolic tangent: it
-// loses no small numbers. NaN stays NaN
-MANTA_INLINE Floats softplus_of(Floats x) {
-    const Floats small = exp2_of<false>(maximum(x, -x) * -LOG2_E);
-    const Floats ratio = small / (2.0f + small), square = ratio * ratio;
-    Floats series = splat(1.0f / 15);
-    for (int odd = 13; odd > 0; odd -= 2) series = series * square + 1.0f / odd;
-    return maximum(splat(0), x) + 2.0f * ratio * series;
 }
 
 // Mirrors _DeltaStep of cpu_recurrence.py: a gated delta net between its linears, for one token of each sequence
@@ -394,14 +378,6 @@ void step_group(const DeltaStep& all, int64_t row, int group) {
             store_rounded_upto(result + d, load_upto(output + d, value_dim - d), value_dim - d);
         }
     }
-}
-
-// GELU: x times the normal distribution's integral, whose tail is Abramowitz and Stegun's 7.1.26, to 1e-7 of x
-MANTA_INLINE Floats gelu_of(Floats x) {
-    const Floats root = maximum(x, -x) * 0.70710678118654752f, t = 1.0f / (1.0f + 0.3275911f * root);
-    constexpr float coefficients[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f, 0.0f};
-    const Floats tail = 0.5f * polynomial<false>(coefficients, t) * exp2_of<false>(root * root * -LOG2_E);
-    return x < 0.0f ? x * tail : x - x * tail;
 }
 
 // output[i] = function(x[i])

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -333,6 +334,15 @@ MANTA_INLINE Floats tanh_of(Floats x) {
     const Floats shrunk = exp2_of<false>(maximum(x, -x) * (-2.0f * LOG2_E));
     const Floats result = (1.0f - shrunk) / (1.0f + shrunk);
     return x < 0.0f ? -result : result;
+}
+
+// body(std::integral_constant<int, count>) for a count in [1, MOST], so that loops over it are unrolled
+template <int MOST, class Body>
+MANTA_INLINE void with_constant(int count, const Body& body) {
+    if constexpr (MOST > 0) {
+        if (count == MOST) return body(std::integral_constant<int, MOST>());
+        with_constant<MOST - 1>(count, body);
+    }
 }
 
 // Interleaves the lower and the upper halves of a and b: (a0, b0, a1, b1, ...)

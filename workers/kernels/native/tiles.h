@@ -200,15 +200,6 @@ MANTA_INLINE Floats output_columns<bf16>(const float* sums, int dim) {
 }
 #endif
 
-// body(std::integral_constant<int, count>) for a count in [1, MOST], so that loops over it are unrolled
-template <int MOST, class Body>
-MANTA_INLINE void with_constant(int count, const Body& body) {
-    if constexpr (MOST > 0) {
-        if (count == MOST) return body(std::integral_constant<int, MOST>());
-        with_constant<MOST - 1>(count, body);
-    }
-}
-
 // C [rows][panels * LANES] = or += A [rows][depth] times packed B. Each row's sum runs over depth in the same order,
 // whatever the other rows are. Tiles have about equal numbers of rows: one of two rows takes as long as one of four,
 // because each sum waits for its last product.
