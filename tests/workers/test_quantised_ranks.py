@@ -141,6 +141,7 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "qwen4_exp": {"shared_expert_intermediate_size": 64},
     "inkling": {},
     "dots3_note": {"shared_experts_intermediate_size": 64},
+    "glm5_next": {},
     "rwkv": {"intermediate_size": 128},
 }
 
