@@ -15,7 +15,7 @@ import shutil
 import string
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manta.workers.cache_folder import cache_entry
@@ -218,6 +218,12 @@ def benchmark_checkpoint(name: str) -> pathlib.Path:
     return made_once(name, functools.partial(_make, name))
 
 
+def cut_checkpoint(name: str, num_layers: int, max_positions: int) -> pathlib.Path:
+    """The folder of one of `SHAPES` with its first layers alone, for contexts of up to `max_positions` tokens."""
+    changes = {"num_hidden_layers": num_layers, "max_position_embeddings": max_positions}
+    return made_once(f"{name}-{num_layers}-layers-{max_positions}", functools.partial(_make, name, changes=changes))
+
+
 def made_once(name: str, make: Callable[[pathlib.Path], None], has: str = "config.json") -> pathlib.Path:
     """Returns a folder of the benchmarks' cache, which `make` fills if the file that it `has` does not exist yet."""
     folder = cache_entry("benchmarks") / name
@@ -278,11 +284,12 @@ def random_eagle3(folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _make(name: str, folder: pathlib.Path) -> None:
+def _make(name: str, folder: pathlib.Path, changes: Mapping[str, int] = {}) -> None:
     import torch
     import transformers
 
     family, num_tokens, shape = SHAPES[name]
+    shape = {**shape, **changes}
     tokenizer = _make_tokenizer(num_tokens)
     special = {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
     config = getattr(transformers, f"{family}Config")(**shape, **special, rms_norm_eps=1e-6, dtype="bfloat16")

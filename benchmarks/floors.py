@@ -64,10 +64,11 @@ class Rates(NamedTuple):
     """Bytes a second."""
 
 
-def measure_rates(form: processor.Form) -> Rates:
-    limit = {}
+def measure_rates(form: processor.Form, num_threads: int | None = None) -> Rates:
+    """Measures with so many threads, or with all cores."""
+    limit = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     if form.name in ISA:
-        limit = {"ONEDNN_MAX_CPU_ISA": ISA[form.name], "MKL_ENABLE_INSTRUCTIONS": ISA[form.name][:6]}
+        limit |= {"ONEDNN_MAX_CPU_ISA": ISA[form.name], "MKL_ENABLE_INSTRUCTIONS": ISA[form.name][:6]}
 
     def measured(what: str) -> float:
         command = [sys.executable, "-c", RATE, what]
@@ -133,6 +134,19 @@ class Shape:
         keys = rows * self._keys(context)
         attention = max(keys * self.kv_width * 2 * ELEMENT_BYTES / bandwidth, 4 * keys * self.query_width / rate)
         return linears + attention + rows * self.state_elements * 2 * STATE_BYTES / bandwidth
+
+    def chunk_seconds(self, start: int, num_tokens: int, rate: float, bandwidth: float) -> float:
+        """A step over so many tokens of one prompt from position `start` on, which draws a token. Linears first wait
+        for one thing, then attention for another.
+        """
+        each = self.layer_elements + self.experts_per_token * self.expert_elements + 2 * self.state_elements
+        read = self.layer_elements + self.experts_hit(num_tokens) * self.expert_elements + self.head_elements
+        products = num_tokens * each + self.head_elements
+        linears = max(read * ELEMENT_BYTES / bandwidth, 2 * products / rate)
+        end = start + num_tokens
+        pairs = sum(self._keys(context) for context in range(start + 1, end + 1))
+        kv_bytes = self._keys(end) * self.kv_width * 2 * ELEMENT_BYTES
+        return linears + max(kv_bytes / bandwidth, 4 * pairs * self.query_width / rate)
 
     def prefill_seconds(self, prompts: int, num_tokens: int, rate: float) -> float:
         """A prefill of prompts of so many tokens. A state takes two products for each token."""

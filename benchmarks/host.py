@@ -49,10 +49,12 @@ PARTS = ("step", "admission", "loops")
 
 
 class FreeModel:
-    """In the model's place: the same hidden states and logits for whatever comes."""
+    """In the model's place: the same hidden states and logits for whatever comes, up to `max_tokens` tokens in a step
+    and `max_rows` that draw.
+    """
 
-    def __init__(self, max_rows: int, vocab_size: int) -> None:
-        self._hidden = torch.zeros(max_rows, 1)
+    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int) -> None:
+        self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.zeros(max_rows, vocab_size)
         self._logits[:, 5] = 1.0
 
@@ -70,7 +72,7 @@ class FreeExecutor(InProcessExecutor):
         super().__init__(config)
         max_rows = max(config.max_num_sequences, config.max_num_batched_tokens)
         target = getattr(self.worker, "target", self.worker)  # of one that speculates, the model's own worker
-        target.runner.model = FreeModel(max_rows, self.model.vocab_size)
+        target.runner.model = FreeModel(max_rows, max_rows, self.model.vocab_size)
 
 
 def make_engine(max_rows: int) -> Engine:

@@ -5,7 +5,9 @@ device's time and the host's; of the overlapped one it should be the larger of t
 caller does with the tokens: `LLM.step` makes text of them.
 
     plain          one token a sequence and step, the device in this process
-    speculative    n-gram drafts, all of them accepted: several tokens a sequence and step
+    speculative    n-gram drafts, all of them accepted: several tokens a sequence and step. A second table has the
+                   phases between a step's tokens and the next launch. Meanwhile the device waits for the host
+    at rest        the same with a proposer that finds nothing and rests, so that steps are planned ahead
     two ranks      actors of Ray; the device is a logits processor on rank 0 that waits. The ranks' own work counts as
                    the host's here, as they have no other device
 
@@ -14,9 +16,10 @@ The last line is the tiny model on this machine's cores, where the engine and th
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,6 +39,7 @@ from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.structured.masks import MaskBatch
 from manta.workers.ranks.rank_worker import Drawn
+from manta.workers.sampling import pending_draw
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutput
 
@@ -45,32 +49,35 @@ WARM_UP_STEPS = 4
 MAX_DRAFT_TOKENS = 4
 LONGEST = 900
 """Tokens of a request, more than a round takes."""
+GAP = ("verify", "propose", "update", "schedule", "execute")
+"""Phases between a step's tokens and the next launch, in order."""
 
 
 class PacedDevice(FreeExecutor):
     """As a device that works by itself: a call launches a step and returns, each step begins when the one before it is
-    done and takes `DEVICE_S`, and its tokens are there when it is done.
+    done and takes `DEVICE_S`, and its tokens are there when it is done. The model's worker waits for them.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.depth = 1 if config.overlap == "on" else 0
         self._done_at = 0.0
+        target: Any = getattr(self.worker, "target", self.worker)
+        execute, draw, sample = target.execute, target.draw, target.sample
 
-    def execute(self, step: StepInput) -> None:
-        super().execute(step)
-        if step.scheduled:
-            self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
+        def paced_execute(step: StepInput) -> None:
+            execute(step)
+            if step.scheduled:
+                self._done_at = max(self._done_at, time.perf_counter()) + DEVICE_S
 
-    def draw(self, masks: MaskBatch | None = None) -> PacedDraw:  # type: ignore[override]
-        return PacedDraw(super().draw(masks), self._done_at)
+        def paced_sample(masks: MaskBatch | None = None) -> StepOutput:
+            time.sleep(max(0.0, self._done_at - time.perf_counter()))
+            output: StepOutput = sample(masks)
+            return output
 
-    def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        time.sleep(max(0.0, self._done_at - time.perf_counter()))
-        return super().sample(masks)
-
-    def is_computing(self) -> bool:
-        return time.perf_counter() < self._done_at
+        target.execute, target.sample = paced_execute, paced_sample
+        target.draw = lambda masks=None: PacedDraw(draw(masks), self._done_at)
+        target.is_computing = lambda: time.perf_counter() < self._done_at
 
 
 class PacedDraw(NamedTuple):
@@ -96,11 +103,13 @@ def measure(rows: Sequence[int], num_steps: int) -> None:
     """Prints a row for each kind of engine and number of rows."""
     own_ray.start(4)  # two engines of two ranks
     print(f"\nMedians of {LOOP_ROUNDS} rounds; the last two columns are ratios.")
+    host_s: dict[str, dict[int, float]] = {}
     ratios = ("over the larger of device and host", "plain over it")
     markdown_head("engine", "rows", "plain loop, ms a step", "overlapped", *ratios)
     for name, device_s, make in (
         ("plain", DEVICE_S, _paced),
         ("speculative", DEVICE_S, _speculative),
+        ("at rest", DEVICE_S, _at_rest),
         ("two ranks", DEVICE_S, _two_ranks),
         ("tiny-llama on these cores", 0.0, _tiny),
     ):
@@ -112,10 +121,58 @@ def measure(rows: Sequence[int], num_steps: int) -> None:
             }
             seconds = in_turns(sides, LOOP_ROUNDS, f"{name}, {count} rows")
             plain, overlapped = (statistics.median(each) for each in seconds.values())
+            host_s.setdefault(name, {})[count] = plain - device_s
             larger = f"{overlapped / max(device_s, plain - device_s):.3f}" if device_s else "-"
             ratio = ratio_of(seconds["off"], seconds["on"]).median
             markdown_row(name, count, f"{plain * 1e3:.3f}", f"{overlapped * 1e3:.3f}", larger, f"{ratio:.3f}")
         del engines
+    _print_gap(host_s["speculative"], num_steps)
+
+
+def _print_gap(host_s: dict[int, float], num_steps: int) -> None:
+    """Prints what stands between the tokens of a step with drafts and the next launch, and how long a step takes at
+    least with that. `host_s` is the host's whole work, in seconds a step, by number of rows.
+    """
+    print("\nBetween the tokens of a step with drafts and the next launch, medians in ms:")
+    markdown_head("rows", *GAP, "together", "device and these over the larger of device and host")
+    llm = _speculative("on", max(host_s))
+    engine, worker = llm.engine, llm.engine.executor.worker  # type: ignore[attr-defined]
+    seconds: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as watches:
+        for owner, name, phase in (
+            (pending_draw, "keep_verified", "verify"),
+            (worker.chain, "propose", "propose"),
+            (engine.scheduler, "update", "update"),
+            (engine.scheduler, "schedule", "schedule"),
+            (worker, "execute", "execute"),
+        ):
+            watches.enter_context(_watched(owner, name, seconds.setdefault(phase, [])))
+        for count, host in host_s.items():
+            for each in seconds.values():
+                each.clear()
+            _step_seconds(llm, count, num_steps)
+            medians = [statistics.median(seconds[phase]) for phase in GAP]
+            least = DEVICE_S + sum(medians)
+            figures = [f"{each * 1e3:.3f}" for each in (*medians, sum(medians))]
+            markdown_row(count, *figures, f"{least / max(DEVICE_S, host):.3f}")
+
+
+@contextlib.contextmanager
+def _watched(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
+    """Appends the time of each call of a function to `seconds`."""
+    function = getattr(owner, name)
+
+    def watched(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
 
 
 def _paced(overlap: str, max_rows: int, **options: Any) -> LLM:
@@ -125,6 +182,10 @@ def _paced(overlap: str, max_rows: int, **options: Any) -> LLM:
 def _speculative(overlap: str, max_rows: int) -> LLM:
     speculative = SpeculativeConfig(proposers=("ngram",), max_draft_tokens=MAX_DRAFT_TOKENS, adaptive=False)
     return _paced(overlap, max_rows, speculative=speculative)
+
+
+def _at_rest(overlap: str, max_rows: int) -> LLM:
+    return _paced(overlap, max_rows, speculative=SpeculativeConfig(proposers=("prediction",)))
 
 
 def _two_ranks(overlap: str, max_rows: int) -> LLM:

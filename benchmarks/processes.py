@@ -325,9 +325,16 @@ class ServerProcess(Child):
     """The client's side of HTTPS; None for a server that speaks HTTP."""
 
     def __init__(
-        self, engine: str, model: str, setup: Setup, port: int, options: Mapping[str, Any] | None = None
+        self,
+        engine: str,
+        model: str | Mapping[str, str],
+        setup: Setup,
+        port: int,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`options` are Manta's, by their dotted names."""
+        """`model` is a folder, or for Manta several ones by the names of their models. `options` are Manta's, by their
+        dotted names.
+        """
         self.engine, self.port, self.model_name = engine, port, "bench"
         command = _SERVERS.get(engine, _manta_server)(model, setup, port)
         command += _set(options or {})
@@ -438,21 +445,25 @@ def free_port() -> int:
     raise BenchmarkError("of 100 ports between 20000 and 30000 none is free")
 
 
-def _manta_server(model: str, setup: Setup, port: int) -> list[str]:
+def _manta_server(model: str | Mapping[str, str], setup: Setup, port: int) -> list[str]:
     options = {
         "engine.dtype": "bfloat16",
         "engine.max_model_len": setup.max_model_len,
         "engine.kv_cache_bytes": setup.kv_cache_bytes,
-        "served_model_name": "bench",
     }
-    return [sys.executable, "-m", "manta.cluster.cli", "serve", "--model", model, "--port", str(port), *_set(options)]
+    if isinstance(model, str):
+        named = ["--model", model, "--set", "served_model_name=bench"]
+    else:
+        named = [f"{name}={folder}" for name, folder in model.items()]
+    return [sys.executable, "-m", "manta.cluster.cli", "serve", *named, "--port", str(port), *_set(options)]
 
 
 def _set(options: Mapping[str, Any]) -> list[str]:
     return [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
 
 
-def _vllm_server(model: str, setup: Setup, port: int) -> list[str]:
+def _vllm_server(model: str | Mapping[str, str], setup: Setup, port: int) -> list[str]:
+    assert isinstance(model, str), "vLLM serves one model"
     flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "bench", "--dtype", "bfloat16"]
     flags += ["--max-model-len", str(MAX_MODEL_LEN), "--disable-log-stats", "--disable-uvicorn-access-log"]
     return [setup.pythons["vllm"], "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]

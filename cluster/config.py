@@ -174,6 +174,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     whose links lead out of them is refused. If the list is empty, operators change and remove models, and add only
     `demo`.
     """
+    pull_hosts: tuple[str, ...] = ()
+    """Hosts from which operators may have models of hub ids downloaded (Ollama's `/api/pull`). The first one is the
+    hub; the others are those to which it sends downloads, such as `*.hf.co` for all names below it. A name stands for
+    HTTPS; an entry may also be an origin (`http://mirror.example:8080`). If the list is empty, nothing is downloaded
+    for a request.
+    """
+    max_pull_bytes: Bytes = 64 * 2**30
+    """Size of the files of one model that is downloaded for an operator. A larger one is refused."""
     max_loaded_models: Count = 3
     """Models on demand that are loaded at a time, those that are starting or leaving included. A request for another
     one waits until one without requests can leave, the one that was used longest ago first.
@@ -335,6 +343,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "tls_certificate is for the listener, and http_server is proxy: leave http_server out, or give the "
                 "certificate to what stands in front of Serve's proxies"
             )
+        if self.pull_hosts and self.pull_hosts[0].startswith("*"):
+            raise ValueError(f"pull_hosts: {self.pull_hosts[0]} are several, and the first is the hub; name that first")
         self._check_models()
         _check_fixed_number(self)
         if self.autoscaling is not None and self.num_standby_replicas and self.autoscaling.min_replicas == 0:

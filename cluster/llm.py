@@ -363,9 +363,11 @@ class LLM:
         choice.text += text.text
         choice.token_ids += text.token_ids
         if text.logprobs:
-            choice.logprobs = (choice.logprobs or []) + text.logprobs
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs += text.logprobs
         if delta.prompt_logprobs:
-            output.prompt_logprobs = (output.prompt_logprobs or [None]) + delta.prompt_logprobs
+            output.prompt_logprobs = output.prompt_logprobs or [None]
+            output.prompt_logprobs += delta.prompt_logprobs
         if delta.usage is not None:
             tracked.usages[delta.index] = delta.usage
         tracked.usages[delta.index] = tracked.usages[delta.index].cut(text.num_tokens)

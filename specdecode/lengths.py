@@ -9,7 +9,6 @@ computation, so none are proposed. Plain arithmetic without torch. Called by `sp
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ from manta.specdecode.acceptance import AcceptanceRecord
 
 MARGIN = 1.02
 """Expected speed-up in tokens per second from which drafts are proposed; above 1 because estimates err."""
-PROBE_SHARE = 0.01
-"""Share of the time for trials of drafts that are not expected to pay off."""
 
 
 class StepCost:
@@ -39,9 +36,10 @@ class StepCost:
 
     def of(self, num_tokens: int, num_steps: int = 1) -> float:
         """Returns the seconds of one call of `num_steps` steps with `num_tokens` each."""
-        return num_steps * self._of_table_once(num_tokens) + self._beyond
+        return num_steps * self.of_table(num_tokens) + self._beyond
 
-    def _of_table_once(self, num_tokens: int) -> float:
+    def of_table(self, num_tokens: int) -> float:
+        """Returns the seconds of one step in the table, which stay the same."""
         known = self._known.get(num_tokens)
         if known is None:
             known = self._known[num_tokens] = float(self._of_table(num_tokens))
@@ -60,7 +58,7 @@ class StepCost:
 
     def learn(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
         """Adjusts to the time of a real call. Attention over the context and the driver's work add to the table."""
-        predicted = num_steps * self._of_table_once(num_tokens)
+        predicted = num_steps * self.of_table(num_tokens)
         beyond = min(max(seconds - predicted, 0.0), predicted + 2 * self._beyond)  # an outlier is a pause
         self._beyond += 0.05 * (beyond - self._beyond)
 
@@ -126,13 +124,3 @@ def choose_lengths(
             best_rate = float(rates[last])
             best = (within_call >= candidates[last]).sum(axis=1)
     return best
-
-
-def probe_interval(num_sequences: int, load: Load, cost: StepCost, draft_cost: StepCost) -> int:
-    """Returns the steps between two trials of a proposer that is not expected to pay off, so that trials take
-    `PROBE_SHARE` of the time.
-    """
-    plain = cost.of(load.num_tokens)
-    verified = cost.of(load.num_tokens + num_sequences)
-    extra = draft_cost.of(num_sequences) + verified - plain
-    return max(1, math.ceil(extra / (PROBE_SHARE * plain)))

@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from manta.specdecode.acceptance import AcceptanceRecord
-from manta.specdecode.lengths import Costs, Load, StepCost, choose_lengths, probe_interval
+from manta.specdecode.lengths import Costs, Load, StepCost, choose_lengths
 from manta.specdecode.ngram import NgramIndex
-from manta.specdecode.pace import Pace
+from manta.specdecode.pace import MOST_LOSS, Pace
+from manta.specdecode.trial_budget import TrialBudget
 from manta.structured.visible_logs import logger_of
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 from manta.workers.step import StepInput, StepOutput
@@ -27,9 +28,12 @@ logger = logger_of(__name__)
 PRIORS = {"prediction": 0.8, "history": 0.6, "ngram": 0.5, "draft": 0.7, "mtp": 0.7, "eagle3": 0.7}
 """Prior acceptance probability of a draft, by proposer name."""
 
-
-OBSERVED_STEPS = 64
-"""The last steps of a rest that are observed; earlier steps of a rest are not timed."""
+TRIAL_STEPS = 4
+"""Steps in which a proposer that is not expected to pay off is asked for a draft, in one trial. Several in a row count
+as much as many single ones, because acceptance fades between them.
+"""
+TRIAL_CONTEXT = 256
+"""Most tokens of a sequence that a proposer reads in a trial, so that a trial costs no more after a longer rest."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +43,8 @@ class DraftRequest:
     sequence_id: int
     state: SequenceState
     count: int
+    most_context: int | None = None
+    """Most tokens of the sequence that a proposer with a model should read for the drafts; None for all."""
 
 
 class Proposer(Protocol):
@@ -60,6 +66,37 @@ class Proposer(Protocol):
     def reset(self) -> None:
         """Forgets every sequence."""
         ...
+
+
+class CostlyProposer(Proposer, Protocol):
+    """A proposer that is not free: `manta.specdecode.draft_model.DraftModel`."""
+
+    wanted: bool
+    """Whether the next steps may ask for drafts. While it is False, the proposer keeps nothing up to date."""
+
+    def take_upkeep_seconds(self) -> float:
+        """Returns the seconds that steps took longer since the last call, to keep what drafts need."""
+        ...
+
+
+class _Trials:
+    """When a proposer that is not expected to pay off is asked all the same."""
+
+    def __init__(self) -> None:
+        self.budget = TrialBudget()
+        self.num_asked = 0
+        """Steps of the current trial in which the proposer had drafts."""
+        self.pays = True
+        """Whether the proposer was expected to pay off when it was last considered."""
+
+    def spend(self, seconds: float, now: float, most: float, had_drafts: bool) -> None:
+        """Counts what a step of a trial costs in addition. At most `most` seconds wait for later trials."""
+        self.budget.spend(seconds, now, most)
+        self.num_asked += had_drafts
+        is_whole = self.num_asked == TRIAL_STEPS
+        if is_whole or self.budget.is_spent(now):
+            self.budget.end_trial(now, None if is_whole else 2 * self.budget.lost)
+            self.num_asked = 0
 
 
 class NgramProposer:
@@ -109,30 +146,35 @@ class ProposerChain:
         self._state = state
         self._max_draft_tokens = max_draft_tokens
         self._max_model_len = max_model_len
-        self._costs = costs
+        self.costs = costs
         self._records = {proposer.name: AcceptanceRecord(PRIORS[proposer.name]) for proposer in proposers}
         self._failed: dict[str, set[int]] = {proposer.name: set() for proposer in proposers}
         """Sequences for which each proposer raised, by its name."""
         self._plain: set[int] = set()
         """Sequences that take no drafts (`SequenceStart.speculates` is False)."""
         self._predicted: set[int] = set()
-        """Sequences whose request has a prediction. Drafting does not rest while there are any: the acceptance of each
-        limits what a wrong prediction costs.
+        """Sequences whose request has a prediction. The proposer `prediction` does not rest while there are any: the
+        acceptance of each limits what a wrong prediction costs.
         """
         self._untried: dict[int, tuple[str, int]] = {}
         """Sequence ids with (proposer name, token) of a draft that was not worth verifying. The next step shows whether
         it was right, and the acceptance record counts it.
         """
-        self._steps_unasked: dict[str, int] = dict.fromkeys(self._records, 0)
         self._asked: dict[str, set[int]] = {name: set() for name in self._records}
         """Sequences that each proposer was asked about after the last step, by its name."""
-        self._pace = Pace()
-        self._steps_to_rest = 0
-        self._looked = False
-        """Whether proposers were asked after the last step."""
+        costly = [each for each in proposers if costs is not None and each.name in costs.drafts]
+        self._costly = {each.name: cast(CostlyProposer, each) for each in costly}
+        self._trials = {name: _Trials() for name in self._costly}
+        self.pace = Pace()
+        self._clock = 0.0
+        """Seconds of all observed steps and of their proposers."""
+        self._looked = True
+        """Whether proposers were asked after the last step. At first they are."""
+        self._is_catching_up = False
+        """Whether a proposer was asked after the last step and could not draft yet."""
         self._looking_seconds = 0.0
         """Seconds that proposers took since the last observed step. The sum may span several steps: a prefill is not
-        observed, but proposers read its prompts afterwards.
+        compared, but proposers read its prompts afterwards.
         """
 
     def begin(self, step: StepInput) -> None:
@@ -155,60 +197,79 @@ class ProposerChain:
         self._plain.difference_update(sequence_ids)
         self._predicted.difference_update(sequence_ids)
 
-    @property
-    def observes(self) -> bool:
-        """Whether `observe` should be called. In a long rest only the last steps are observed, because observing costs
-        time.
+    def observe(self, step: StepInput, output: StepOutput, seconds: float, has_paused: bool = False) -> None:
+        """Counts the time of a step since the end of the last `propose`. If the caller `has_paused` while the device
+        computed, the step is not compared with others.
         """
-        return bool(self.proposers) and self._steps_to_rest <= OBSERVED_STEPS
-
-    def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
-        """Counts the time of a step since the end of the last `propose`. Called only for steps that draw a token in
-        every row.
-        """
-        if self._costs is None or not output.token_ids:
-            return
-        for item in step.scheduled:
-            if item.draft_token_ids and item.draft_proposer not in self._records:
-                return  # forced tokens, which no proposer of this chain made
         num_sequences = len(output.token_ids)
-        num_tokens = sum(map(len, output.token_ids.values()))
-        predicted = self._costs.step.of(num_sequences)
-        if self._looked:
-            seconds += self._looking_seconds
+        if self.costs is None or not num_sequences or not self.proposers:
+            return
+        self._clock += seconds
+        predicted = self.costs.step.of_table(num_sequences)
+        rests = not self._looked and self.pace.rests(num_sequences)
+        if rests or has_paused or not self._is_comparable(step):
+            self.pace.go_on(num_sequences, predicted, seconds)
+        elif not self._looked:
+            self.costs.step.learn(step.num_tokens, seconds)
+            self.pace.learn_plain(num_sequences, predicted, seconds)
+        else:
+            self.costs.step.learn(step.num_tokens, seconds)
+            num_tokens = sum(map(len, output.token_ids.values()))
+            num_with_drafts = sum(1 for item in step.scheduled if item.draft_token_ids)
+            self._clock += self._looking_seconds
+            of_proposers = self._looking_seconds, num_with_drafts, self._is_catching_up and not num_with_drafts
             self._looking_seconds = 0.0
-        num_with_drafts = sum(1 for item in step.scheduled if item.draft_token_ids)
-        self._pace.learn(num_sequences, num_tokens, predicted, seconds, self._looked, num_with_drafts)
+            self.pace.learn_drafted(num_sequences, num_tokens, predicted, seconds, *of_proposers)
+
+    def _is_comparable(self, step: StepInput) -> bool:
+        """Returns whether every row of a step draws a token, and drafts are there only if this chain was asked. Forced
+        tokens are not from it.
+        """
+        if step.num_tokens != len(step.sample_points):
+            return False
+        names = self._records if self._looked else ()
+        return all(not item.draft_token_ids or item.draft_proposer in names for item in step.scheduled)
 
     def propose(self, step: StepInput, output: StepOutput) -> None:
         """Adds drafts for the next step to a step's output."""
-        if self._costs is None:
-            self._propose(step, output)
+        if self.costs is None:
+            self._propose(step, output, self.proposers)
             return
-        started = time.perf_counter()
-        self._looked = bool(self.proposers) and (not self._steps_to_rest or bool(self._predicted))
+        if self._untried:
+            self._learn_untried(output)
+        num_sequences = len(output.token_ids)
+        if self._looked or self._predicted:
+            self._learn(step, output)
+        if num_sequences:
+            looked, self._looked = self._looked, bool(self.proposers) and self.pace.drafts(num_sequences)
+            if looked and not self._looked:
+                self._rest()
+            elif self._looked and not looked:
+                self._is_catching_up = True  # the next step may be under way, so there are drafts after it
+                return
+        self._is_catching_up = False
+        output.drafts_rest = not self._looked and not self._predicted
         if self._looked:
-            self._learn(step, output)
-            self._propose(step, output)
-            if output.token_ids:
-                self._steps_to_rest = self._pace.steps_to_rest(len(output.token_ids))
+            started = time.perf_counter()
+            self._propose(step, output, self.proposers)
+            for name, proposer in self._costly.items():
+                trials = self._trials[name]
+                proposer.wanted = trials.pays or trials.budget.allows_trial(self._clock)
             self._looking_seconds += time.perf_counter() - started
-        else:
-            self._rest(step, output)
+        elif self._predicted:
+            self._propose(step, output, [each for each in self.proposers if each.name == "prediction"])
 
-    def _rest(self, step: StepInput, output: StepOutput) -> None:
-        self._steps_to_rest = max(0, self._steps_to_rest - 1)
-        for name in self._steps_unasked:
-            self._steps_unasked[name] += 1
+    def _rest(self) -> None:
+        """Begins a rest of all proposers."""
+        for name, proposer in self._costly.items():
+            proposer.wanted = False
             self._asked[name].clear()
-        if self._untried:  # possible only in the first step of a rest
-            self._learn(step, output)
 
-    def _propose(self, step: StepInput, output: StepOutput) -> None:
+    def _propose(self, step: StepInput, output: StepOutput, proposers: Sequence[Proposer]) -> None:
         requests = self._requests(output)
         num_others = sum(item.num_tokens for item in step.scheduled if item.sequence_id not in output.token_ids)
         load = Load(len(requests) + num_others, len(requests))
-        for proposer in self.proposers:
+        for proposer in proposers:
             failed = self._failed[proposer.name]
             asked = [each for each in requests if each.sequence_id not in failed]
             if not asked:
@@ -225,32 +286,43 @@ class ProposerChain:
                 requests = [each for each in requests if each.sequence_id not in proposals]
 
     def _ask(self, proposer: Proposer, asked: list[DraftRequest], load: Load) -> dict[int, list[int]]:
-        if self._costs is None:
+        if self.costs is None:
             return proposer.propose(asked)
-        draft_cost = self._costs.drafts.get(proposer.name)
+        draft_cost = self.costs.drafts.get(proposer.name)
         if draft_cost is None:
-            return self._trimmed(proposer, asked, load, self._costs.step)
+            return self._trimmed(proposer, asked, load, self.costs.step)
         record = self._records[proposer.name]
         acceptance = record.means(each.sequence_id for each in asked)
         limits = np.array([each.count for each in asked])
-        counts = choose_lengths(acceptance, limits, load, self._costs.step, draft_cost)
-        if not counts.any():
-            counts = self._probe(proposer.name, limits, load, self._costs.step, draft_cost)
+        counts = choose_lengths(acceptance, limits, load, self.costs.step, draft_cost)
+        trials = self._trials[proposer.name]
+        trials.pays = bool(counts.any())
+        if not trials.pays:
+            counts = self._trial_counts(trials, limits, load, self.costs.step, draft_cost)
+        most_context = None if trials.pays and self.pace.is_proven(len(asked)) else TRIAL_CONTEXT
         chosen = [
-            dataclasses.replace(each, count=int(count)) for each, count in zip(asked, counts, strict=True) if count
+            dataclasses.replace(each, count=int(count), most_context=most_context)
+            for each, count in zip(asked, counts, strict=True)
+            if count
         ]
         record.fade(each.sequence_id for each, count in zip(asked, counts, strict=True) if not count)
         asked_before = self._asked[proposer.name]
         self._asked[proposer.name] = {each.sequence_id for each in chosen}
+        upkeep_seconds = self._costly[proposer.name].take_upkeep_seconds()
         if not chosen:
             return {}
-        self._steps_unasked[proposer.name] = 0
-        started = time.perf_counter()
+        started, num_tokens = time.perf_counter(), load.num_tokens
         proposals = proposer.propose(chosen)
+        seconds = time.perf_counter() - started
         new_sequences = self._asked[proposer.name] - asked_before
-        if not new_sequences:  # for them the proposer also catches up, a cost that comes once
-            draft_cost.learn(len(chosen), time.perf_counter() - started, max(each.count for each in chosen))
+        if proposals and not new_sequences:  # for them the proposer also catches up, a cost that comes once
+            draft_cost.learn(len(chosen), seconds, max(each.count for each in chosen))
         load.add(proposals, record)
+        self._is_catching_up |= not proposals
+        if not trials.pays:
+            step = self.costs.step
+            extra = seconds + upkeep_seconds + step.of(load.num_tokens) - step.of(num_tokens)
+            trials.spend(extra, self._clock, MOST_LOSS * step.of_table(len(asked)), bool(proposals))
         return proposals
 
     def _trimmed(
@@ -274,31 +346,32 @@ class ProposerChain:
         load.add(proposals, record)
         return proposals
 
-    def _probe(self, name: str, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost) -> np.ndarray:
+    def _trial_counts(
+        self, trials: _Trials, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost
+    ) -> np.ndarray:
         """Returns the number of drafts for a trial of a proposer that is not expected to pay off, int [n].
 
-        Each sequence gets one draft once in `probe_interval` steps, and none in others. No sequence gets one if even
-        drafts that are certainly accepted would not pay off.
+        Each sequence gets one draft in a trial, and none in a rest. No sequence gets one if even drafts that are
+        certainly accepted would not pay off.
         """
-        self._steps_unasked[name] += 1
-        none = np.zeros(len(limits), dtype=int)
-        if self._steps_unasked[name] < probe_interval(len(limits), load, cost, draft_cost):
-            return none
-        self._steps_unasked[name] = 0
-        certain = np.ones(len(limits))
-        may_pay_off = choose_lengths(certain, limits, load, cost, draft_cost).any()
-        return np.ones(len(limits), dtype=int) if may_pay_off else none
+        if trials.budget.allows_trial(self._clock):
+            certain = np.ones(len(limits))
+            if choose_lengths(certain, limits, load, cost, draft_cost).any():
+                return np.ones(len(limits), dtype=int)
+        return np.zeros(len(limits), dtype=int)
 
     def _learn(self, step: StepInput, output: StepOutput) -> None:
+        for item in step.scheduled:
+            drafts, gained = item.draft_token_ids, output.token_ids.get(item.sequence_id)
+            if drafts and gained and item.draft_proposer in self._records:
+                self._records[item.draft_proposer].learn(item.sequence_id, drafts, gained)
+
+    def _learn_untried(self, output: StepOutput) -> None:
         for sequence_id, (name, token_id) in self._untried.items():
             gained = output.token_ids.get(sequence_id)
             if gained:
                 self._records[name].learn(sequence_id, [token_id], gained[:1])
         self._untried.clear()
-        for item in step.scheduled:
-            drafts, gained = item.draft_token_ids, output.token_ids.get(item.sequence_id)
-            if drafts and gained and item.draft_proposer in self._records:
-                self._records[item.draft_proposer].learn(item.sequence_id, drafts, gained)
 
     def _requests(self, output: StepOutput) -> list[DraftRequest]:
         requests = []

@@ -63,8 +63,15 @@ class SpeculativeWorker:
         self._step: StepInput | None = None
         """The last executed step."""
         self._seconds = 0.0
-        """Seconds that this step has taken so far."""
+        """Seconds since the end of the last step that count as the time of the next one."""
+        self._last_seconds = 0.0
+        """Seconds that the last step has taken."""
         self._last_end = 0.0
+        """End of the last call."""
+        self._num_under_way = 0
+        """Executed steps whose output is still to come."""
+        self._has_paused = False
+        """Whether a pause of the caller since the last output hides how long the device took."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -96,18 +103,20 @@ class SpeculativeWorker:
         self.chain.begin(step)
         self.target.execute(step)
         self._step = step
-        self._seconds = 0.0
         self._count(started)
+        self._num_under_way += 1
 
     def _count(self, started: float) -> None:
         """Adds the time since `started` to the step's. The caller's work since the last call counts too, unless that
-        work took longer than the calls, which is a pause.
+        work took longer than these calls and the last step, which is a pause.
         """
         now = time.perf_counter()
         self._seconds += now - started
         waited = started - self._last_end
-        if waited < self._seconds:
+        if waited < max(self._seconds, self._last_seconds):
             self._seconds += waited
+        elif self._num_under_way:
+            self._has_paused = True
         self._last_end = now
 
     def is_computing(self) -> bool:
@@ -115,24 +124,27 @@ class SpeculativeWorker:
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         started = time.perf_counter()
-        return self._with_drafts(started, self.target.sample(masks))
+        return self._with_drafts(started, self._executed_step(), self.target.sample(masks))
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         """Draws like `sample`, without waiting for the device. Requires a target that `runs_ahead`."""
         started = time.perf_counter()
         drawn = cast(RunAheadWorker, self.target).draw(masks)
         self._count(started)
-        return _SpeculativeDraw(self, drawn)
+        return _SpeculativeDraw(self, self._executed_step(), drawn)
 
-    def _with_drafts(self, started: float, output: StepOutput) -> StepOutput:
-        """Adds the next drafts to the output of the last step, which came in a call that began at `started`."""
-        step = self._step
-        assert step is not None, "the target's worker would have raised"
+    def _executed_step(self) -> StepInput:
+        assert self._step is not None, "the target's worker would have raised"
+        return self._step
+
+    def _with_drafts(self, started: float, step: StepInput, output: StepOutput) -> StepOutput:
+        """Adds the next drafts to the output of a step, which came in a call that began at `started`. The next step may
+        have been executed before, if this output cannot have drafts.
+        """
         self._count(started)
-        is_decode = step.scheduled and step.num_tokens == len(step.sample_points)
-        if self._cost is not None and is_decode and self.chain.observes:
-            self._cost.learn(step.num_tokens, self._seconds)
-            self.chain.observe(step, output, self._seconds)
+        self.chain.observe(step, output, self._seconds, self._has_paused)
+        self._num_under_way -= 1
+        self._seconds, self._last_seconds, self._has_paused = 0.0, self._seconds, False
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output
@@ -140,6 +152,7 @@ class SpeculativeWorker:
     def reset(self) -> None:
         self.target.reset()
         self.chain.reset()
+        self._num_under_way = 0
 
 
 class _SpeculativeKeeper:
@@ -165,10 +178,11 @@ class _SpeculativeKeeper:
 class _SpeculativeDraw:
     """The drawn tokens of a step. `result` waits for them and proposes the next drafts."""
 
-    def __init__(self, worker: SpeculativeWorker, drawn: Drawn) -> None:
+    def __init__(self, worker: SpeculativeWorker, step: StepInput, drawn: Drawn) -> None:
         self._worker = worker
+        self._step = step
         self._drawn = drawn
 
     def result(self) -> StepOutput:
         started = time.perf_counter()
-        return self._worker._with_drafts(started, self._drawn.result())
+        return self._worker._with_drafts(started, self._step, self._drawn.result())

@@ -69,9 +69,12 @@ def _settings() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cheap_groups() -> Iterator[None]:
-    """Small groups of sequences read their shared prefix once too, which does not pay outside of tests."""
+    """Small groups of sequences read their shared prefix once too, which does not pay outside of tests. Their block
+    tables are compared a few columns at a time, as long ones are.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("manta.workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
+        patch.setattr("manta.workers.kernels.shared_prefixes.FIRST_BLOCKS", 2)
         yield
 
 

@@ -185,9 +185,9 @@ class Eagle3Formula:
         found[:, self.ids] = own
         return found
 
-    def drafts(self, tokens: list[int], count: int, bias: dict[int, float] | None = None) -> list[int]:
-        """The most likely tokens after `tokens`, with a bias on some."""
-        fused, followed = self.fused(tokens[:-1]), tokens[1:]
+    def drafts(self, tokens: list[int], count: int, bias: dict[int, float] | None = None, first: int = 0) -> list[int]:
+        """The most likely tokens after `tokens`, with a bias on some, for a head that reads from position `first`."""
+        fused, followed = self.fused(tokens[:-1])[first:], tokens[1 + first :]
         drafted: list[int] = []
         while len(drafted) < count:
             last = self.states(fused, followed + drafted)[-1:]

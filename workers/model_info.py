@@ -61,6 +61,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Place of the files with kept blocks; None if the ranks keep none."""
     pooling: PoolingInfo | None = None
     """How the model pools; None if it generates text."""
+    even_context: int | None = None
+    """Tokens of context at which a token's attention takes as many operations as its linears; None if attention does
+    not grow with the context.
+    """
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps with ascending tokens. Empty unless the number of drafts is adaptive."""
 

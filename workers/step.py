@@ -146,6 +146,11 @@ class StepInput(msgspec.Struct, array_like=True):
         return sum([item.num_tokens for item in self.scheduled])
 
     @property
+    def prefill_context(self) -> int:
+        """The longest context of a sequence that computes several tokens; 0 if none does."""
+        return max([item.start + item.num_tokens for item in self.scheduled if item.num_tokens > 1], default=0)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every sequence computes only its newest token and draws the next one."""
         return not self.forked and len(self.scheduled) == len(self.sample_points) == self.num_tokens
@@ -196,6 +201,10 @@ class StepOutput(msgspec.Struct, array_like=True):
     """Sequence ids with entries for prompt positions `start + 1` onward of this step's chunk, if requested."""
     errors: dict[int, RowError] = {}
     """Sequence ids with the failure of their row."""
+    drafts_rest: bool = False
+    """Whether the proposers of the ranks rest: the output of the next step has no drafts, so that the step after it may
+    be planned before that output is known.
+    """
     digest: int = 0
     """Checksum of the step's tokens and blocks, if there are several ranks; else 0. On torch it includes the hidden
     states at the sample points. Ranks with different digests have diverged.

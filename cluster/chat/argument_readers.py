@@ -121,7 +121,7 @@ class TaggedArguments:
         return self._read_key() if self._state == "key" else self._read_outside()
 
     def _read_outside(self) -> str:
-        held = self._held.lstrip()
+        held = self._held = self._held.lstrip()
         if held == self._before:
             self._state, self._held = "key", ""
         elif held == self._follows:
@@ -133,7 +133,7 @@ class TaggedArguments:
 
     def _read_key(self) -> str:
         if not self._held.endswith(self._key_end):
-            if "\n" in self._held:
+            if self._held[-1] == "\n":
                 raise NotACall
             return ""
         self._key = self._held.removesuffix(self._key_end)
@@ -247,7 +247,8 @@ class PythonArguments:
 
     def __init__(self) -> None:
         self.begun = self.done = False
-        self._held = ""
+        self._held: list[str] = []
+        """Characters of the key or the value under way, which may be a whole file."""
         self._key: str | None = None
         self._num_keys = 0
         self._depth = 0
@@ -256,7 +257,7 @@ class PythonArguments:
 
     def read(self, character: str) -> str:
         if self._quote:
-            self._held += character
+            self._held.append(character)
             if self._escaped:
                 self._escaped = False
             elif character == "\\":
@@ -276,30 +277,30 @@ class PythonArguments:
             self._depth -= 1
             if self._depth < 0:
                 raise NotACall
-        self._held += character
+        self._held.append(character)
         return ""
 
     def _read_key(self, character: str) -> str:
         if character == "=":
-            self._key, self._held = self._held.strip(), ""
+            self._key, self._held = "".join(self._held).strip(), []
             if not self._key:
                 raise NotACall
             self._num_keys += 1
-        elif character == ")" and not self._held.strip():
+        elif character == ")" and not "".join(self._held).strip():
             self.begun = self.done = True
             return "}" if self._num_keys else "{}"
         elif character in "\"'()[]{},\n":
             raise NotACall
         else:
-            self._held += character
+            self._held.append(character)
         return ""
 
     def _end_value(self, character: str) -> str:
-        value = _python_literal(self._held.strip())
+        value = _python_literal("".join(self._held).strip())
         start = ", " if self._num_keys > 1 else "{"
         text = f"{start}{json.dumps(self._key, ensure_ascii=False)}: {value}"
         self.begun, self.done = True, character == ")"
-        self._key, self._held = None, ""
+        self._key, self._held = None, []
         return text + ("}" if self.done else "")
 
 

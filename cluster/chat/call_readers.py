@@ -29,8 +29,8 @@ class CallReader:
     def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str) -> None:
         self.skipped = skipped
         """Text before the call that announced it, such as the mark that begins calls."""
-        self.raw = skipped
-        """Everything so far, to give back if the text turns out not to be a call; kept until `is_open`."""
+        self._raw = [skipped]
+        """The parts of `raw`. Characters are joined once, because a string that grows by each is copied each time."""
         self.name: str | None = None
         self.call_id: str | None = None
         """The id that the model gave the call; None if a new one is needed."""
@@ -39,8 +39,13 @@ class CallReader:
         self.done = False
         self._form = form
         self._tools = tools
-        self._new = ""
-        """Arguments that the caller has not taken yet."""
+        self._new: list[str] = []
+        """Parts of the arguments that the caller has not taken yet."""
+
+    @property
+    def raw(self) -> str:
+        """Everything so far, to give back if the text turns out not to be a call; kept until `is_open`."""
+        return "".join(self._raw)
 
     @property
     def is_open(self) -> bool:
@@ -54,8 +59,8 @@ class CallReader:
 
     def take_arguments(self) -> str:
         """Returns the arguments' JSON since the last call of this method."""
-        new, self._new = self._new, ""
-        return new
+        new, self._new = self._new, []
+        return "".join(new)
 
     def read(self, text: str) -> None:
         """Reads to the end of the call or of the text. Raises `NotACall`."""
@@ -63,7 +68,7 @@ class CallReader:
         for character in text:
             self._step(character)
             if not self.is_open:
-                self.raw += character
+                self._raw.append(character)
             self.position += 1
             if self.done:
                 break
@@ -87,7 +92,7 @@ class ObjectReader(CallReader):
         self._closers: list[str] = []
         self._in_string = self._escaped = False
         self._key: str | None = None
-        self._value = ""
+        self._value: list[str] = []
 
     @property
     def is_open(self) -> bool:
@@ -119,7 +124,7 @@ class ObjectReader(CallReader):
         elif character in "}]":
             self._close(character)
         elif len(self._closers) == 1 and character == ":" and self._key is None:
-            self._key, self._value = _parsed(self._value), ""
+            self._key, self._value = _parsed(self._value), []
         elif len(self._closers) == 1 and character == ",":
             self._end_value()
             self._key = None
@@ -149,17 +154,17 @@ class ObjectReader(CallReader):
         if self.name is None:
             raise NotACall
         if not self._begun_arguments:
-            self._new = "{}"
+            self._new = ["{}"]
         self.done = True
 
     def _append(self, character: str) -> None:
         if self._key != self._form.arguments_key:
-            self._value += character
+            self._value.append(character)
             return
         if self._ended_arguments or not (self._begun_arguments or character == "{"):
             raise NotACall
         self._begun_arguments = True
-        self._new += character
+        self._new.append(character)
 
     def _end_value(self) -> None:
         """Ends a value of the call's own object."""
@@ -167,12 +172,12 @@ class ObjectReader(CallReader):
             self._ended_arguments = True
         if self._key == self._form.name_key and self._value:
             self._set_name(_parsed(self._value))
-        self._value = ""
+        self._value = []
 
 
-def _parsed(value: str) -> str:
+def _parsed(value: list[str]) -> str:
     try:
-        parsed = json.loads(value)
+        parsed = json.loads("".join(value))
     except ValueError:
         raise NotACall from None
     if not isinstance(parsed, str):
@@ -194,7 +199,7 @@ class FrameReader(CallReader):
             self._pieces.insert(0, "[")
         self._follows = "".join(pieces[at + 1 :]).strip() or form.end
         self._values: dict[str, str] = {}
-        self._value = ""
+        self._value: list[str] = []
         self._marks = Marks("")
         self._arguments: ArgumentsReader | None = None
         self._begin_piece()
@@ -209,7 +214,7 @@ class FrameReader(CallReader):
 
     def _begin_piece(self) -> None:
         if self._pieces:
-            self._value, self._marks = "", Marks(self._pieces[0])
+            self._value, self._marks = [], Marks(self._pieces[0])
             return
         assert self.name is not None
         self._arguments = self._reader(self._tools[self.name])
@@ -228,7 +233,7 @@ class FrameReader(CallReader):
 
     def _step(self, character: str) -> None:
         if self._arguments is not None:
-            self._new += self._arguments.read(character)
+            self._new.append(self._arguments.read(character))
             self.done = self._arguments.done
         elif self._pieces[0].startswith("{"):
             self._step_value(character)
@@ -237,12 +242,12 @@ class FrameReader(CallReader):
 
     def _step_value(self, character: str) -> None:
         if character in _NAME_CHARACTERS:
-            self._value += character
+            self._value.append(character)
         elif self._value:
-            placeholder = self._pieces[0]
+            placeholder, value = self._pieces[0], "".join(self._value)
             if placeholder == "{name}":
-                self._set_name(self._value)
-            self._values[placeholder] = self._value
+                self._set_name(value)
+            self._values[placeholder] = value
             self._next_piece()
             self._step(character)
         elif not character.isspace():

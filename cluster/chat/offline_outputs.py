@@ -124,4 +124,5 @@ def snapshot(output: RequestOutput) -> RequestOutput:
         )
         for choice in output.outputs
     ]
-    return msgspec.structs.replace(output, outputs=choices)
+    prompt_logprobs = output.prompt_logprobs and list(output.prompt_logprobs)
+    return msgspec.structs.replace(output, outputs=choices, prompt_logprobs=prompt_logprobs)

@@ -5,8 +5,9 @@
 - With an executor of depth 0, `step` returns the tokens of the step that it planned.
 - With depth 1, `step` returns while its step is under way, and the caller delivers the tokens of the previous step
   while the device computes. The engine plans and launches a step before it knows the tokens of the previous one.
-- With depth 1 and speculation, the engine waits for those tokens before it plans the next step. They decide how many
-  drafts were accepted and which drafts come next. The caller still delivers them while the device computes.
+- With depth 1 and drafts, the engine waits for those tokens before it plans the next step. They decide how many drafts
+  were accepted and which drafts come next. The caller still delivers them while the device computes. While the
+  proposers rest, the engine plans ahead as without speculation.
 
 A sequence that ends while a step is under way still has a row in that step. The engine ignores what the row draws.
 Later steps overwrite the keys and values that it writes, because the device runs steps in order.
@@ -85,6 +86,9 @@ class _StepUnderWay(NamedTuple):
     step: StepInput
     call: StepCall
     masks: StepMasks
+    is_ahead: bool
+    """Whether the step was planned before the tokens of the step before it were known."""
+    has_drafts: bool
 
 
 class Engine:
@@ -124,6 +128,7 @@ class Engine:
             num_steps_ahead=self.executor.depth if config.speculative is None else 0,
             max_draft_tokens=config.speculative.max_draft_tokens if config.speculative else 0,
             kept=self._kept,
+            even_context=self.model.even_context,
         )
         self.constraints = ConstraintService(config, self.model)
         self.masks = EngineMasks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
@@ -135,8 +140,8 @@ class Engine:
         """Whether `Executor.rebuild` is running; no step completes until it returns."""
         self._under_way: deque[_StepUnderWay] = deque()
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
-        self._plans_ahead = self.executor.depth > 0 and config.speculative is None
-        """Whether a step is planned before the tokens of the step under way are known."""
+        self._drafts_rest = False
+        """Whether the steps after the one under way get no drafts from the ranks (`StepOutput.drafts_rest`)."""
         self.adapters = ResidentAdapters(self.executor, self.scheduler, self.model.adapters.values())
         """The adapters that requests may have."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
@@ -185,8 +190,9 @@ class Engine:
         if not self.scheduler.has_unfinished:
             self._run_when_idle()
             return changes
+        is_ahead = self._plans_ahead
         try:
-            if not self._plans_ahead and self._under_way:
+            if not is_ahead and self._under_way:
                 changes += self._update(most_under_way=0)
                 if any(change.logprobs and not change.token_ids for change in changes):
                     return changes  # the caller chooses these sequences' tokens before the next step is planned
@@ -202,9 +208,10 @@ class Engine:
             # 3. Prepare masks: grammar workers fill them while the model runs. The draw uses the masks that are ready.
             masks = self.masks.begin(step)
             self._ask(step, call.draw, masks.collect)
-            if self._plans_ahead:  # otherwise `_update` ends these sequences
+            if is_ahead:  # otherwise `_update` ends these sequences
                 changes += masks.end_sequences()
-            self._under_way.append(_StepUnderWay(step, call, masks))
+            has_drafts = self.executor.depth > 0 and any(item.draft_token_ids for item in step.scheduled)
+            self._under_way.append(_StepUnderWay(step, call, masks, is_ahead, has_drafts))
             # 4. Update: append tokens, end sequences, and request the next masks.
             changes += self._update(most_under_way=self.executor.depth)
         except (_StepFailed, KeyboardInterrupt, SystemExit) as failure:
@@ -216,6 +223,17 @@ class Engine:
         return changes
 
     @property
+    def _plans_ahead(self) -> bool:
+        """Whether the next step is planned before the tokens of the step under way are known. With drafts these tokens
+        decide where it goes on, and masks may bring forced tokens.
+        """
+        if self.executor.depth == 0 or self.config.speculative is None:
+            return self.executor.depth > 0
+        if not self._drafts_rest or self.masks.has_sessions or self.model.num_state_slots:
+            return False
+        return not any(each.has_drafts for each in self._under_way)
+
+    @property
     def _computes(self) -> bool:
         """Whether a step under way computes anything."""
         return any(each.step.scheduled for each in self._under_way)
@@ -224,15 +242,16 @@ class Engine:
         """Reads the oldest steps until at most `most_under_way` remain; returns what their sequences gained."""
         changes: list[SequenceOutput] = []
         while len(self._under_way) > most_under_way:
-            step, call, masks = self._under_way.popleft()
+            step, call, masks, is_ahead, _ = self._under_way.popleft()
             output = self._ask(step, call.result)
+            self._drafts_rest = output.drafts_rest
             self._settled_step = step.step_id
             if step.scheduled:
                 self._step_went_well(step)
             masks.mark_forced(output)
             masks.mark_ends(output)
             gained = self.scheduler.update(step, output)
-            if not self._plans_ahead:  # otherwise the grammar workers already prepare the next step's masks
+            if not is_ahead:  # otherwise the grammar workers already prepare the next step's masks
                 gained += masks.settle()
             self._count_step(made_progress=bool(gained) or self.scheduler.has_advanced)
             changes += gained
@@ -252,6 +271,7 @@ class Engine:
         not count a failure, and raises it again.
         """
         self._under_way.clear()
+        self._drafts_rest = False
         if not isinstance(failure, _StepFailed):
             self._rebuild_ranks()
             raise failure
@@ -342,7 +362,7 @@ class Engine:
             return
         try:
             while self._under_way:  # all their sequences have ended, so the tokens are dropped
-                step, call, _ = self._under_way.popleft()
+                step, call, *_ = self._under_way.popleft()
                 self._ask(step, call.result)
             if self.scheduler.has_unsent_ends:
                 step = self.scheduler.schedule()

@@ -33,6 +33,16 @@ def hash_blocks(
     so prompts with different roots share no block. A client that does not know the root cannot search for collisions.
     """
     hashes = list(known)
+    extend_hashes(hashes, token_ids, count, block_size, root)
+    return hashes[:count]
+
+
+def extend_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], count: int, block_size: int, root: bytes = b""
+) -> None:
+    """Appends to the hashes of a prompt's leading blocks those up to the first `count`; see `hash_blocks`. Reads only
+    the tokens of blocks that are new.
+    """
     parent = hashes[-1] if hashes else root
     first = len(hashes) * block_size
     tokens = array("i", token_ids[first : count * block_size]).tobytes()
@@ -40,7 +50,6 @@ def hash_blocks(
     for start in range(0, len(tokens), size):
         parent = hashlib.blake2b(parent + tokens[start : start + size], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
-    return hashes[:count]
 
 
 class IntegrityError(AssertionError):
@@ -112,6 +121,8 @@ class KVBlocks:
         self._listener: CacheListener | None = None
         self._first_group = 0
         """Number of the first group for the listener."""
+        self.num_stored = 0
+        """Blocks that have entered the prefix cache, over the life of this instance."""
 
     def tell(self, listener: CacheListener, first_group: int = 0) -> None:
         """Tells a listener of every change from now on. Groups count from `first_group`, and snapshots of recurrent
@@ -281,6 +292,7 @@ class KVBlocks:
         self._cached[group][block_hash] = block
         self._hashes[block] = block_hash
         self._group_of[block] = group
+        self.num_stored += 1
         if self._on_change is not None and group == 0:
             self._on_change(block_hash, True)
         return True

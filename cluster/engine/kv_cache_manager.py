@@ -7,6 +7,7 @@ sequence computes and is the only caller. `KVBlocks` counts references and knows
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from manta.cluster.engine.kept_prefixes import KeptPrefixes
@@ -45,6 +46,10 @@ class KVCacheManager:
         """The prefixes that outlive the engine; None if there are none."""
         self._looked_for: tuple[int, int] | None = None
         """The last sequence that was looked for among the kept prefixes, and its first step."""
+        self._refused: tuple[int, int] | None = None
+        """The last sequence that found too few blocks, and its first step."""
+        self._enough = 0
+        """Value of `_num_gained` from which on that sequence may find enough."""
         self.num_lookahead_tokens = num_lookahead_tokens
         self._needs = needs
         self._block_size = blocks.block_size
@@ -65,6 +70,28 @@ class KVCacheManager:
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
+    def find_room(self, sequence: Sequence) -> Prefix | None:
+        """Returns the cached prefix on which a waiting sequence may start; None if too few blocks are free.
+
+        The prefix of a prompt of 128k tokens is thousands of blocks. While such a sequence waits, its prefix is looked
+        up again only once so many blocks have become free, or have entered the prefix cache, as were missing.
+        """
+        looking = sequence.sequence_id, sequence.first_step
+        if looking == self._refused and self._num_gained < self._enough:
+            return None
+        prefix = self._find_any_prefix(sequence)
+        num_missing = self._num_missing(sequence, prefix)
+        if num_missing <= 0:
+            return prefix
+        if not self.blocks.resumes_at_borders:  # else one block or snapshot may make many others readable
+            self._refused, self._enough = looking, self._num_gained + num_missing
+        return None
+
+    @property
+    def _num_gained(self) -> int:
+        """Number that grows by at least one for each block by which `_num_missing` of a waiting sequence shrinks."""
+        return self.blocks.num_free + self.blocks.num_stored
+
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """Returns the cached blocks that the sequence may read, of the longest prefix for which every group has what it
         needs: all blocks, or those in the window of the token after the prefix. They never cover a token that must be
@@ -73,8 +100,9 @@ class KVCacheManager:
         count = self._num_readable(sequence)
         if not count or not self.blocks.enable_prefix_caching:
             return [[] for _ in range(self._num_groups)]
-        hashes = sequence.hash_blocks(count, self._block_size)
-        chains = {group: self.blocks.find_prefix(hashes, group) for group in self._whole}
+        sequence.hash_blocks(count, self._block_size)
+        hashes = sequence.block_hashes
+        chains = {group: self.blocks.find_prefix(itertools.islice(hashes, count), group) for group in self._whole}
         if self._windows or len(chains) > 1 or self.states is not None:
             longest = min(map(len, chains.values()), default=count)
             count = self._num_resumable(hashes, longest, self._is_cached)
@@ -122,7 +150,7 @@ class KVCacheManager:
 
     # ---- kept prefixes -----------------------------------------------------------------------------------------
 
-    def find_any_prefix(self, sequence: Sequence) -> Prefix:
+    def _find_any_prefix(self, sequence: Sequence) -> Prefix:
         """Returns what `find_prefix` does, after it has loaded the kept blocks that lengthen the prefix. They are
         looked for once.
         """
@@ -143,9 +171,11 @@ class KVCacheManager:
         def is_there(block_hash: bytes, group: int) -> bool:
             return self._is_cached(block_hash, group) or kept.has(block_hash, group)
 
-        hashes = sequence.hash_blocks(self._num_readable(sequence), self._block_size)
+        num_readable = self._num_readable(sequence)
+        sequence.hash_blocks(num_readable, self._block_size)
+        hashes = sequence.block_hashes
         count = num_found
-        most = min(len(hashes), num_found + kept.most_restored)
+        most = min(num_readable, num_found + kept.most_restored)
         while count < most and all(is_there(hashes[count], group) for group in self._whole):
             count += 1
         count = self._num_resumable(hashes, count, is_there)
@@ -183,9 +213,13 @@ class KVCacheManager:
         """Returns whether the whole prompt fits, not only its first chunk, so that admission does not lead to a
         preemption soon.
         """
+        return self._num_missing(sequence, prefix) <= 0
+
+    def _num_missing(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Returns how many more blocks would have to be free."""
         found = _real(prefix)
-        missing = self._needs.of_sequence(len(sequence.token_ids)) - len(found)
-        return missing <= self.blocks.num_free - self.blocks.num_evictable(found)
+        num_new = self._needs.of_sequence(len(sequence.token_ids)) - len(found)
+        return num_new - (self.blocks.num_free - self.blocks.num_evictable(found))
 
     def start_on(self, sequence: Sequence, prefix: Prefix, step_id: int) -> None:
         """Starts the sequence on the cached blocks of its prefix; it computes from their end on. The step with this id

@@ -19,7 +19,7 @@ from manta.cluster.engine.request import FinishStatus, SequenceOutput
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.state_manager import StateManager
 from manta.cluster.engine.stats import DraftCounts
-from manta.cluster.engine.step_plan import StepPlan
+from manta.cluster.engine.step_plan import LEAST_CHUNK, StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
 from manta.workers.adapter_key import AdapterKey
 from manta.workers.kv_groups import BlockNeeds
@@ -46,9 +46,10 @@ class Scheduler:
         num_steps_ahead: int = 0,
         max_draft_tokens: int = 0,
         kept: KeptPrefixes | None = None,
+        even_context: int | None = None,
     ) -> None:
         """`num_steps_ahead` steps are planned before the results of an earlier one are known; a step verifies at most
-        `max_draft_tokens` drafts of a sequence.
+        `max_draft_tokens` drafts of a sequence. `even_context` is `ModelInfo.even_context`.
         """
         states, self._places_option = None, "max_num_sequences"
         if blocks.states is not None:
@@ -69,7 +70,8 @@ class Scheduler:
         self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens, states, kept)
         self.longest = self._cache.longest(max_model_len)
         """The longest sequence in tokens: the model's limit, or what the whole cache holds if that is less."""
-        self._plan = StepPlan(0, max_num_batched_tokens)
+        self._even_context = even_context
+        self._plan = StepPlan(0, max_num_batched_tokens, even_context)
         """The next step, which collects ended sequences, copies and branches until `schedule` fills it."""
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
@@ -142,7 +144,7 @@ class Scheduler:
         plan.start_branches()
         self._admit_waiting(plan)
         plan.close()
-        self._plan = StepPlan(plan.step.step_id + 1, self.max_num_batched_tokens)
+        self._plan = StepPlan(plan.step.step_id + 1, self.max_num_batched_tokens, self._even_context)
         for parent, row in plan.completed_prompts:
             self._fork(plan, parent, row)
         return plan.step
@@ -152,10 +154,13 @@ class Scheduler:
         index = 0
         while index < len(running) and plan.budget > 0:
             sequence = running[index]
-            count = min(sequence.num_wanted_tokens(), plan.budget)
-            if not count or sequence.waits_for_mask or sequence.is_paused:
+            wanted = sequence.num_wanted_tokens()
+            if not wanted or sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
+            count = min(wanted, plan.budget)
+            if wanted >= LEAST_CHUNK:
+                count = plan.chunk(sequence, wanted, len(running) - index - 1, is_alone=len(running) == 1)
             if sequence.draft_token_ids and not cache.can_grow(sequence, count):
                 sequence.propose([], "")  # no sequence is preempted for drafts
                 count = min(sequence.num_wanted_tokens(), plan.budget)
@@ -177,8 +182,8 @@ class Scheduler:
         num_taken, states = self._num_places_taken() if self.waiting else 0, self._cache.states
         while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
             has_places = num_taken + sequence.num_places <= self.max_num_sequences
-            prefix = self._cache.find_any_prefix(sequence) if has_places else None
-            if prefix is None or not self._cache.fits(sequence, prefix):
+            prefix = self._cache.find_room(sequence) if has_places else None
+            if prefix is None:
                 paused = [other for other in self.running if other.is_paused and not other.num_pending_tokens]
                 if plan.step.scheduled or not paused:
                     break
@@ -189,7 +194,7 @@ class Scheduler:
             self._admit(sequence, prefix, plan.step.step_id)
             num_taken += sequence.num_places
             plan.start(sequence)
-            count = min(sequence.num_wanted_tokens(), plan.budget)
+            count = plan.chunk(sequence, sequence.num_wanted_tokens(), is_alone=len(self.running) == 1)
             if states is not None:
                 count = states.aligned(sequence, count)
                 plan.step.states.append(states.grow(sequence, count))

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.kv_blocks import extend_hashes
 from manta.cluster.engine.request import ContinuedChoice, FinishStatus, Usage
 from manta.structured.constraint import Resolved
 from manta.workers.sampling_params import SamplingParams, child_seed
@@ -322,8 +322,9 @@ class Sequence:
             self.cache_root,
         )
 
-    def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Returns the hashes of the first `count` full blocks; see `manta.cluster.engine.kv_blocks.hash_blocks`."""
+    def hash_blocks(self, count: int, block_size: int) -> None:
+        """Computes the `block_hashes` of at least the first `count` full blocks, as `kv_blocks.hash_blocks` does.
+        Those that are known are neither computed again nor copied.
+        """
         if count > len(self.block_hashes):
-            self.block_hashes = hash_blocks(self.token_ids, count, block_size, self.block_hashes, self.cache_root)
-        return self.block_hashes[:count]
+            extend_hashes(self.block_hashes, self.token_ids, count, block_size, self.cache_root)

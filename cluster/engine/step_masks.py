@@ -24,6 +24,7 @@ from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import Load
+from manta.structured.grammar_pool.output_view import OutputView
 from manta.structured.grammar_pool.pool import GrammarPool
 from manta.structured.grammar_pool.tracked_session import SessionStart
 from manta.structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
@@ -205,14 +206,14 @@ class StepMasks:
             return []
         finish = finish_of(pool, sequence_id)
         if finish is not None:
-            self._finished.append((sequence, _output(sequence), finish))
+            self._finished.append((sequence, list(_output(sequence)), finish))
             return []
         rows = [pool.session(sequence_id).slot]
         if len(self._points[sequence_id]) > 1:
             draft_rows, ends = pool.session(sequence_id).draft_rows()
             rows += draft_rows
             if ends:
-                output = _output(sequence) + self._drafts[sequence_id][: len(rows)]
+                output = list(_output(sequence)) + self._drafts[sequence_id][: len(rows)]
                 self._finished.append((sequence, output, FinishStatus.FINISHED_STOPPED))
         return rows
 
@@ -237,7 +238,7 @@ class StepMasks:
         """Ends the sequences that the step's masks end, and those whose constraint failed."""
         outputs: list[SequenceOutput] = []
         for sequence, output, finish in self._finished:
-            if _output(sequence) == output:
+            if list(_output(sequence)) == output:
                 if finish is FinishStatus.FINISHED_LENGTH:
                     self.num_dead_ends += 1
                 outputs += self._scheduler.end(sequence.sequence_id, finish)
@@ -286,6 +287,11 @@ class EngineMasks:
     def pool(self) -> GrammarPool | None:
         """The grammar pool; None until the first constraint."""
         return self._constraints.pool
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether any sequence of the last step is held to a constraint."""
+        return self.pool is not None and bool(self.pool.session_ids)
 
     @property
     def num_late(self) -> int:
@@ -404,8 +410,8 @@ def _ask(pool: GrammarPool, sequences: Iterable[Sequence], drafts: Mapping[int, 
     pool.prepare(((sequence.sequence_id, _output(sequence)) for sequence in sequences), drafts)
 
 
-def _output(sequence: Sequence) -> list[int]:
-    return sequence.token_ids[sequence.num_prompt_tokens :]
+def _output(sequence: Sequence) -> OutputView:
+    return OutputView(sequence.token_ids, sequence.num_prompt_tokens)
 
 
 def _session_start(sequence: Sequence) -> SessionStart:

@@ -16,6 +16,14 @@ number, because a device that lacks the memory permanently fails again, and each
 """
 
 
+LEAST_CHUNK = 64
+"""Tokens from which a sequence's share of a step is a chunk of a prompt. No chunk is cut below this for its context."""
+LEAST_EVEN_CONTEXT = 4096
+"""Shortest context for which a chunk is cut. Small models spend most of a step on attention sooner, but their steps are
+short.
+"""
+
+
 class StepBudget:
     """The token budget of the next steps: `num_tokens`, which is `most_tokens` or, after a step that ran out of memory,
     less.
@@ -47,11 +55,14 @@ class StepBudget:
 
 
 class StepPlan:
-    """The next step while the scheduler fills it. `budget` is the number of tokens that may still be scheduled."""
+    """The next step while the scheduler fills it. `budget` is the number of tokens that may still be scheduled.
+    `even_context` is `ModelInfo.even_context`.
+    """
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    def __init__(self, step_id: int, budget: int, even_context: int | None = None) -> None:
         self.step = StepInput(step_id)
         self.budget = budget
+        self._even_context = None if even_context is None else max(even_context, LEAST_EVEN_CONTEXT)
         self.completed_prompts: list[tuple[Sequence, int]] = []
         """(parent, row): a sequence with unforked choices whose prompt the step completes, and the row of its last
         prompt token.
@@ -86,6 +97,24 @@ class StepPlan:
     def start(self, sequence: Sequence) -> None:
         """Makes the ranks start the sequence, or rebuild it after a preemption."""
         self.step.started.append(sequence.start())
+
+    def chunk(self, sequence: Sequence, wanted: int, num_behind: int = 0, is_alone: bool = False) -> int:
+        """Returns how many of the `wanted` tokens of a sequence the step should compute. `num_behind` running sequences
+        come after it, and a chunk of at least `LEAST_CHUNK` tokens leaves each a token of the budget.
+
+        Unless the sequence `is_alone`, a token of a chunk that begins beyond `even_context` costs as many tokens of the
+        budget as its context is longer, and the chunk takes the rest of the budget. Otherwise a step over 128k tokens
+        would take many times as long as one over 2k, and everyone else would wait for it.
+        """
+        if wanted < LEAST_CHUNK:
+            return min(wanted, self.budget)
+        wanted = max(1, min(wanted, self.budget - num_behind))
+        start, even = sequence.num_computed_tokens, self._even_context
+        if is_alone or even is None or start <= even:
+            return wanted
+        count = min(wanted, max(LEAST_CHUNK, self.budget * even // start))
+        self.budget = min(self.budget, count + num_behind)
+        return count
 
     def schedule(self, sequence: Sequence, count: int) -> None:
         """Puts the next `count` tokens of a sequence into the step; its block table must have room for them. The

@@ -395,16 +395,21 @@ class OllamaPullRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """Name of the model. It need not be served here."""
     stream: bool = True
     insecure: bool | None = None
-    """Accepted without effect, because nothing is downloaded."""
+    """Accepted without effect, because the operator's options say which hosts are asked."""
 
     def check(self) -> None:
         """Does nothing, because every name is looked up."""
 
 
-class OllamaStatus(msgspec.Struct):
+class OllamaStatus(msgspec.Struct, omit_defaults=True):
     """The progress of `/api/pull`."""
 
     status: str
+    digest: str | None = None
+    total: int | None = None
+    """Bytes of all files."""
+    completed: int | None = None
+    """Bytes that are there."""
 
 
 class OllamaShow(msgspec.Struct, kw_only=True):

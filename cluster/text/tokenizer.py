@@ -41,6 +41,10 @@ _PROBE = "a"
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread, because a megabyte would delay every stream."""
 
+MOST_UNFINISHED = 64
+"""Deltas in a row that may end inside a character, or add no text, before a `WindowDecoder` goes on without them. A
+model may write bytes that are no characters forever, and its window would grow with the output.
+"""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _BYTE_OF_CHARACTER = byte_of_character()
@@ -181,14 +185,19 @@ class WindowDecoder:
         self._window: list[int] = []
         self._num_read = 0
         """Leading tokens of the window whose text has been returned."""
+        self._num_unfinished = 0
+        """Deltas in a row after which nothing was returned."""
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
         self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
         before = self._fast.decode(self._window[: self._num_read], skip_special_tokens=False)
         text = self._fast.decode(self._window, skip_special_tokens=False)
-        ends_within_a_character = text.endswith("\ufffd") and not final
-        if len(text) <= len(before) or ends_within_a_character:
+        is_given_up = self._num_unfinished == MOST_UNFINISHED
+        ends_within_a_character = text.endswith("\ufffd") and not (final or is_given_up)
+        if (len(text) <= len(before) and not is_given_up) or ends_within_a_character:
+            self._num_unfinished += 1
             return ""
+        self._num_unfinished = 0
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         return text[len(before) :]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from manta.structured.grammar_pool.grammar_worker import Job
+from manta.structured.grammar_pool.output_view import num_common
 from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
 from manta.structured.grammar_pool.tracked_session import SessionStart
 from manta.structured.grammar_pool.transport import ActorTransport, ProcessTransport, ThreadTransport, Transport
@@ -35,11 +36,6 @@ START_SECONDS = 60.0
 
 WAIT_SLICE_S = 0.0001
 """Seconds that `wait` sleeps between two looks at the rows."""
-
-MOST_REWRITTEN = 256
-"""Most tokens at the end of a session's output that a later request may have replaced while the output grew. Earlier
-ones are not compared in each step, which would take longer and longer.
-"""
 
 SUPERVISE_S = 0.001
 """Seconds between two looks of `wait` at the workers. Such a look takes as long as a slice, and threads that fill rows
@@ -150,7 +146,7 @@ class GrammarPool:
         now = time.monotonic()
         for session_id, tokens in wanted:
             session = self._sessions[session_id]
-            common = _num_common(session.tokens, tokens)
+            common = num_common(session.tokens, tokens)
             proposed = list(drafts.get(session_id, ())) if drafts and session.takes_drafts else []
             if session.is_wanted and common == len(session.tokens) == len(tokens):
                 # requested before: the row is late, or ready already
@@ -443,13 +439,3 @@ class GrammarPool:
         """Ends every worker."""
         self.workers.close()
         self.buffer.close()
-
-
-def _num_common(old: list[int], new: Sequence[int]) -> int:
-    """Returns the number of leading tokens that are the same, if none before the last `MOST_REWRITTEN` differ."""
-    known = min(len(old), len(new))
-    first = max(0, known - MOST_REWRITTEN)
-    if new[first:known] == old[first:known]:
-        return known
-    pairs = enumerate(zip(old, new, strict=False))
-    return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(old), len(new)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from manta.structured.grammar_pool.grammar_worker import Job, Message
+from manta.structured.grammar_pool.output_view import num_common
 from manta.structured.grammar_pool.tracked_session import SessionStart
 from manta.structured.grammar_pool.transport import Transport
 from manta.structured.masks import EVERY_SESSION, FAILED, FINISHED, MaskBuffer, forced_after
@@ -145,7 +146,7 @@ class PoolSession:
         """
         known = len(self.tokens)
         gained = list(tokens[known:])
-        if list(tokens[:known]) != self.tokens or not self.is_ready() or self.failure is not None:
+        if num_common(self.tokens, tokens) < known or not self.is_ready() or self.failure is not None:
             return []
         for num_drafts in (len(gained), len(gained) - 1, 0):  # looked for after the output, and after all drafts
             if 0 <= num_drafts <= len(self.drafts) and self.drafts[:num_drafts] == gained[:num_drafts]:

@@ -101,6 +101,21 @@ def test_a_deadline_follows_the_steps() -> None:
     assert bound.seconds(4) == 0.3 * FACTOR
 
 
+def test_a_deadline_knows_that_a_long_context_takes_longer() -> None:
+    """A prompt whose beginning is cached goes from short contexts to a long one at once."""
+    bound = StepDeadline(StepTimes(unknown_s=600.0, first_s=60.0, shortest_s=4.0))
+    bound.learn(2048, 1.0, 1000)
+    assert bound.seconds(2048, 2048) == 1.0 * FACTOR, "over short contexts attention takes a small part"
+    assert bound.seconds(2048, 16_384) == 1.0 * FACTOR * 16_384 / 2048
+    assert bound.seconds(1024, 131_072) == 600.0
+    bound.learn(2048, 5.0, 100_000)
+    assert bound.seconds(1024, 131_072) == bound.seconds(2048, 90_000) == 5.0 * FACTOR
+    assert bound.seconds(2048, 1000) == 1.0 * FACTOR
+    slow = StepDeadline(bound.times)
+    slow.learn(2048, 40.0, 1000)
+    assert slow.seconds(4096, 200_000) == slow.seconds(4096, 1000) == 40.0 * FACTOR * 2, "above the bound as it is"
+
+
 def test_a_step_that_hangs_is_late_and_then_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch judges by the older one of two steps under way. The test sets the clock that the watch reads."""
     now = [100.0]

@@ -20,6 +20,8 @@ from manta.cluster.engine.executors.executor import StepCall
 from manta.cluster.engine.executors.in_process import InProcessExecutor
 from manta.cluster.engine.executors.thread_executor import ThreadExecutor
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.specdecode.lengths import Costs, StepCost
+from manta.specdecode.pace import Pace
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorSpec
@@ -31,7 +33,7 @@ from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutput
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
-from tests.engine_parts import device_of, worker_of
+from tests.engine_parts import device_of, speculative_worker_of, worker_of
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -50,17 +52,31 @@ PROMPTS = ([5, 9, 11] * 11, [7] * 3, list(range(20, 60)), [5, 9, 11] * 11 + [80,
 """Two begin alike; one fills no block, none ends with one."""
 
 
+class TakingTurns(Pace):
+    """Drafts and rests in turns, whatever is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_steps = 0
+
+    def drafts(self, num_sequences: int) -> bool:
+        self._num_steps += 1
+        return self._num_steps % 11 < 5
+
+
 @functools.cache
 def engine(num_blocks: int, overlap: str) -> Engine:
     """One for all examples, so that each finds what the ones before it left in the prefix cache. `device` is the
     overlapped loop as on a device that works by itself: the host hears of tokens only when it asks. `drafts` is the
-    overlapped loop of an engine that speculates, and `device drafts` is that on such a device.
+    overlapped loop of an engine that speculates, and `device drafts` is that on such a device. `rests` is the loop of
+    one whose proposers rest half of the time.
     """
     if overlap.startswith("device"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CpuPlatform, "runs_ahead", True)
             return engine.__wrapped__(num_blocks, overlap.removeprefix("device").strip() or "on")
     folder = checkpoint("llama", dtype="float32")
+    speculates = overlap in ("drafts", "rests")
     one = Engine(
         EngineConfig(
             model=str(folder),
@@ -68,14 +84,17 @@ def engine(num_blocks: int, overlap: str) -> Engine:
             kv_cache_bytes=load_model_config(folder).kv_bytes_per_token("float32") * 16 * num_blocks,
             max_num_batched_tokens=48,
             max_num_sequences=6,
-            overlap="on" if overlap == "drafts" else overlap,  # type: ignore[arg-type]
-            speculative=SpeculativeConfig(proposers=("forced", "ngram"), ngram_min=1, adaptive=False)
-            if overlap == "drafts"
+            overlap="on" if speculates else overlap,  # type: ignore[arg-type]
+            speculative=SpeculativeConfig(proposers=("forced", "ngram"), ngram_min=1, adaptive=overlap == "rests")
+            if speculates
             else None,
             constraints=ConstraintLimits(compile_seconds=PATIENCE_S),
             logits_processors={"automaton": None},
         )
     )
+    if overlap == "rests":
+        chain = speculative_worker_of(one).chain
+        chain.pace, chain.costs = TakingTurns(), Costs(StepCost([(1, 1.0), (128, 1.0)]), {})
     one.warm_up()  # what `resolved` proves is proven by one engine for all
     return one
 
@@ -200,7 +219,7 @@ class Run:
 @given(workload=st.lists(requests, min_size=1, max_size=7), num_blocks=st.sampled_from([ROOMY, TIGHT, TIGHT]))
 def test_both_loops_give_the_same_tokens(workload: list[Request], num_blocks: int) -> None:
     plain = Run(engine(num_blocks, "off"), workload).answers
-    for overlap in ("on", "device", "drafts", "device drafts"):
+    for overlap in ("on", "device", "drafts", "device drafts", "device rests", *(("rests",) if PROVE else ())):
         compare(plain, Run(engine(num_blocks, overlap), workload).answers)
 
 
@@ -385,6 +404,38 @@ def test_devices_verify_drafts_when_tokens_are_read() -> None:
             num_unread += len(unread)
     assert num_unread > 10, "each call of `step` waited for its own tokens"
     assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(30), 0)]).answers["0", 0][0]
+
+
+def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(ROOMY, "device rests")
+    draw, submit = device_of(one).draw, one.executor.submit
+    unread: list[object] = []
+    num_unread: list[int] = []
+
+    def watched_draw(masks: MaskBatch | None = None) -> Drawn:
+        drawn = draw(masks)
+        unread.append(drawn)
+        result = drawn.result
+
+        def read() -> StepOutput:
+            unread.remove(drawn)
+            return result()
+
+        drawn.result = read  # type: ignore[method-assign]
+        return drawn
+
+    def watched_submit(step: StepInput) -> StepCall:
+        num_unread.append(len(unread))
+        return submit(step)
+
+    monkeypatch.setattr(device_of(one), "draw", watched_draw)
+    monkeypatch.setattr(one.executor, "submit", watched_submit)
+    num_drafted = sum(one.stats().drafts.drafted.get("ngram", ()))
+    add(one, max_tokens=60)
+    (tokens,) = drain(one).values()
+    assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(60), 0)]).answers["0", 0][0]
+    assert min(num_unread.count(0), num_unread.count(1)) > 5
+    assert sum(one.stats().drafts.drafted["ngram"]) > num_drafted
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
+from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.errors import RequestRefused
@@ -148,7 +149,7 @@ def test_blocks_that_drafts_fill_and_leave_behind_at_once_stay_cached(window: in
         harness.add(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
     while harness.scheduler.has_unfinished:
         harness.step(drafts=True)
-    hashes = harness.sequences[1].hash_blocks(7, BLOCK_SIZE)
+    hashes = hash_blocks(harness.sequences[1].token_ids, 7, BLOCK_SIZE)
     assert all(harness.scheduler.blocks.find(each) is not None for each in hashes)
 
 
@@ -216,7 +217,7 @@ def test_a_prefix_ends_where_a_window_has_lost_a_block() -> None:
     prompt = [1, 2] * 12
     harness.add(prompt, SamplingParams(max_tokens=1))
     harness.drain()
-    blocks, hashes = harness.scheduler.blocks, harness.sequences[0].hash_blocks(6, BLOCK_SIZE)
+    blocks, hashes = harness.scheduler.blocks, hash_blocks(prompt, 6, BLOCK_SIZE)
     lost = blocks.find(hashes[4], 1)
     assert lost is not None
     blocks.discard([lost])

@@ -46,6 +46,12 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             "kernel_times", ["--parts", "caches", "--seconds", "0.01"], "int4 cache, decode 32 x 4096", marks=PROVE
         ),
         pytest.param(
+            "long_contexts",
+            ["--contexts", "64,128", "--chunk", "32", "--turns", "1", "--steps", "2", "--model", "tiny-llama"],
+            "| 128 tokens |",
+            marks=PROVE,
+        ),
+        pytest.param(
             "same_tokens",
             ["--peer-checkout", str(ROOT), "--families", "llama", "--settings", "plain"],
             "all tokens are the same",
@@ -61,6 +67,12 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             "prefixes",
             ["--tokens", "40", "--kills", "1", "--model", "tiny-llama"],
             "| 32 |",
+            marks=PROVE,
+        ),
+        pytest.param(
+            "several_models",
+            ["--shapes", "tiny-llama,one-layer-llama", "--turns", "2", "--streams", "1", "--tokens", "4"],
+            "| one-layer-llama | ",
             marks=PROVE,
         ),
         pytest.param(

@@ -23,6 +23,7 @@ PASSES = {
     ("manta.workers.jax_worker.programs", "ProgramCompiler.compile"): OWN,
     ("manta.workers.torch_worker.trial", ""): READ,
     ("manta.cluster.text.tokenizer_trial", "main"): READ,
+    ("manta.cluster.hub_pull", "main.tell"): READ,
     ("manta.cluster.telemetry.request_log", ""): "the request log is JSON, which escapes; `_write` bounds its texts",
     ("manta.cluster.telemetry.request_log", "_write"): "as above",
     ("manta.cluster.telemetry.request_log", "keep_request_log"): "as above",

@@ -15,9 +15,10 @@ import pytest
 
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
+from manta.cluster.serve.fleet.held_back import MAX_RETRY_DEPLOY_S
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import MAX_RETRY_DEPLOY_S, Loader, Told
+from manta.cluster.serve.fleet.loader import Loader, Told
 from manta.cluster.serve.fleet.model_changes import GcsChanges, ModelChange, ModelChanges
 from manta.cluster.serve.starting import kept_versions
 from tests.async_tests import async_test
@@ -294,7 +295,7 @@ async def test_of_two_loaders_that_change_the_list_one_is_asked_again() -> None:
     await second.add(on_demand("new"))
     await first.add(on_demand("newer"))  # it reads what the other one has kept
     assert [*world.kept.changes.of] == ["new", "newer"]
-    world.is_over = True
+    world.is_in_charge = False
     with pytest.raises(ConnectionError):
         await first.remove("new")
 
@@ -382,7 +383,7 @@ async def test_other_models_of_the_address_are_left_alone() -> None:
 
 @async_test
 async def test_a_loader_that_nobody_asks_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manta.cluster.serve.fleet.loader.RETRY_DEPLOY_S", 0.01)
+    monkeypatch.setattr("manta.cluster.serve.fleet.held_back.RETRY_DEPLOY_S", 0.01)
     world = World(1)
     world.refusal = "no such node"
     loader = Loader(

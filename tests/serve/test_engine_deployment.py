@@ -219,12 +219,16 @@ def test_a_constraints_time_counts_against_its_request(monkeypatch, new_replica:
 
 
 def test_an_engine_that_requests_wait_for_makes_what_constraints_need_later(monkeypatch, new_replica: Replicas) -> None:
-    """When the first one comes, or when nothing runs at a check of its health after the first."""
+    """When the first one comes, or when nothing runs at a check of its health after the first request. Serve checks it
+    before that one has come, and a start of the compiler would hold it up.
+    """
 
     async def scenario() -> None:
         replica, ingress = new_replica(is_awaited=True), Ingress()
         address = await ingress.receiver.start()
-        await replica.check_health()
+        for _ in range(3):
+            await replica.check_health()
+        assert not replica.engine.stats().constraints.num_compilers
         step, may_go = replica.engine.step, threading.Event()
         monkeypatch.setattr(replica.engine, "step", lambda: (may_go.wait(PATIENCE_S), step())[1])
         running = asyncio.ensure_future(replica.generate(request("plain", 3), address))
@@ -235,6 +239,10 @@ def test_an_engine_that_requests_wait_for_makes_what_constraints_need_later(monk
         assert (await running).finish is FinishStatus.FINISHED_LENGTH
         await replica.check_health()
         assert replica.engine.stats().constraints.num_compilers
+        unasked = new_replica(is_awaited=True)
+        for _ in range(2 + engine_replica.QUIET_CHECKS):
+            await unasked.check_health()
+        assert unasked.engine.stats().constraints.num_compilers, "its client has left"
         other = new_replica(is_awaited=True)
         spec = ConstraintSpec(kind="regex", text="[a-z]{3}")
         asked = request("constrained", 3)

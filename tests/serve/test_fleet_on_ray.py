@@ -1,14 +1,17 @@
-"""Three models of different families at one address on an own Ray: one is killed, updated, removed, one is added and
-one fails to load, while another answers without a pause and in the same processes. What was changed outlives the
-loader and Serve's controller.
+"""Three models of different families at one address on an own Ray: one is killed, updated, unloaded, removed, one is
+added and one fails to load, all under load. The streams of another one, each longer than an ingress's grace period,
+have the same text as before, from the same processes. What was changed outlives the loader and Serve's controller. A
+hot model uses all its engines.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import pathlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import httpx
 import psutil
@@ -28,11 +31,20 @@ pytestmark = pytest.mark.prove
 
 FAMILIES = ("llama", "qwen2", "gpt_neox")
 BODY = {"prompt": [5, 9, 17, 30], "temperature": 0, "ignore_eos": True, "max_tokens": 200, "stream": True}
+LONG = {"max_tokens": 6000}
+"""The length of the streams that nothing may touch."""
+DRAIN_S = 0.5
+"""The grace period of an ingress, `drain_timeout_s`."""
+HOT, NUM_AT_ONCE = "gpt_neox", 8
+"""The model with two engines, and its streams at the same time."""
+SIZES = {"llama": {"max_position_embeddings": 8192}}
 
 
 def served(family: str) -> ServedModel:
-    engine = EngineConfig(model=str(checkpoint(family)), dtype="float32", kv_cache_bytes=8 << 20)
-    return ServedModel(name=family, engine=engine)
+    engine = EngineConfig(
+        model=str(checkpoint(family, **SIZES.get(family, {}))), dtype="float32", kv_cache_bytes=8 << 20
+    )
+    return ServedModel(name=family, engine=engine, num_engine_replicas=2 if family == HOT else 1)
 
 
 class Deployed:
@@ -44,7 +56,7 @@ class Deployed:
         models = tuple(map(served, FAMILIES))
         self.port = str(port)
         roots = (str(checkpoint("llama").parent), str(root))
-        loaded = app.start(ServeConfig(models=models, model_roots=roots, port=port, drain_timeout_s=1.0))
+        loaded = app.start(ServeConfig(models=models, model_roots=roots, port=port, drain_timeout_s=DRAIN_S))
         assert [*loaded] == [*FAMILIES]
 
     def manta(self, *arguments: str) -> int:
@@ -76,35 +88,41 @@ class Deployed:
         replicas = client.get_serve_details()["applications"][app.APP_NAME]["deployments"][LOADER]["replicas"]
         return next((each["pid"] for each in replicas if each["state"] == "RUNNING"), None)
 
-    def text(self, model: str) -> str:
-        answer = httpx.post(f"{self.url}/v1/completions", json=BODY | {"model": model}, timeout=PATIENCE_S)
+    def text(self, model: str, **more: object) -> str:
+        """Returns the text of a stream that has come to its end."""
+        answer = httpx.post(f"{self.url}/v1/completions", json=BODY | more | {"model": model}, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
-        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-        return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+        *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert last == "[DONE]"
+        choices = [json.loads(line)["choices"][0] for line in lines]
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+        return "".join(choice["text"] for choice in choices)
 
 
 class Asking:
-    """Asks for one model's text again and again, and compares each with the first."""
+    """Asks for one model's stream again and again, and compares the text of each with that of the first."""
 
-    def __init__(self, deployed: Deployed, model: str) -> None:
-        self._deployed, self._model = deployed, model
-        self._expected = deployed.text(model)
+    def __init__(self, deployed: Deployed, model: str, **more: object) -> None:
+        self._deployed, self._model, self._more = deployed, model, more
+        self._expected = deployed.text(model, **more)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.num_asked = 0
+        self.seconds: list[float] = []
+        """Duration of each stream."""
         self.faults: list[str] = []
         self._thread.start()
 
     def _run(self) -> None:
         while not self._is_over.is_set():
+            begun = time.monotonic()
             try:
-                text = self._deployed.text(self._model)
+                text = self._deployed.text(self._model, **self._more)
             except (AssertionError, httpx.HTTPError) as error:
                 self.faults.append(repr(error))
-            else:
-                self.num_asked += 1
-                if text != self._expected:
-                    self.faults.append(text)
+                continue
+            self.seconds.append(time.monotonic() - begun)
+            if text != self._expected:
+                self.faults.append(text)
 
     def stop(self) -> None:
         self._is_over.set()
@@ -127,11 +145,26 @@ def deployed(root: pathlib.Path) -> Iterator[Deployed]:
         app.stop()
 
 
-def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed) -> None:
+def test_a_hot_model_is_not_pinned_to_one_engine(deployed: Deployed) -> None:
+    with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+
+        def are_all_used() -> bool:
+            texts = set(threads.map(deployed.text, [HOT] * NUM_AT_ONCE))
+            assert len(texts) == 1
+            engines = httpx.get(f"{deployed.url}/status", timeout=PATIENCE_S).json()["engines"]
+            return sum(each["model"] == HOT and each["requests_per_s"] > 0 for each in engines) == 2
+
+        wait_until(are_all_used)
+
+
+def test_one_models_faults_and_changes_reach_no_other(
+    deployed: Deployed, record_property: Callable[[str, object], None]
+) -> None:
     texts = {family: deployed.text(family) for family in FAMILIES}
     assert len(set(texts.values())) == len(FAMILIES)
     before = deployed.process_ids()
-    asking = Asking(deployed, "llama")
+    asking = Asking(deployed, "llama", **LONG)
+    changed = Asking(deployed, "qwen2")
     try:
         (victim,) = before["manta.qwen2"]
         psutil.Process(victim).kill()
@@ -155,10 +188,25 @@ def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed) -> Non
         added = ("--set", "engine.dtype=float32", "--set", "engine.kv_cache_bytes=8MiB")
         assert deployed.manta("add", f"added={checkpoint('gpt_neox').name}", *added) == 0
         assert deployed.text("added") == texts["gpt_neox"]
+
+        assert deployed.manta("add", f"spare={checkpoint('gpt_neox').name}", "--on-demand", *added) == 0
+        spare = Asking(deployed, "spare")
+        try:
+            (engine,) = deployed.process_ids()["manta.spare"]
+            assert httpx.post(f"{deployed.url}/models/unload", json={"model": "spare"}).json() == {"success": True}
+            wait_until(lambda: deployed.process_ids().get("manta.spare", set()) not in (set(), {engine}), poll_s=0.5)
+        finally:
+            spare.stop()
+        assert not spare.faults
     finally:
         asking.stop()
+        changed.stop()
     assert not asking.faults
-    assert asking.num_asked > 2
+    assert not changed.faults
+    assert len(asking.seconds) > 2
+    assert max(asking.seconds) > DRAIN_S
+    record_property("streams", len(asking.seconds))
+    record_property("longest stream s", f"{max(asking.seconds):.1f}")
     after = deployed.process_ids()
     for application in ("manta", "manta.llama"):
         assert after[application] == before[application]

@@ -3,7 +3,7 @@ the engines, with a clock that the tests set.
 
 The faults of other servers that swap models are cases here: a model that leaves before the request that loaded it, or
 while it loads; two requests of which one waits for ever; a limit that two loads at once exceed; an unload that counts
-as a failure; a failed load that is repeated for each request, or after which nothing loads.
+as a failure. `tests/serve/test_held_back_models.py` has the models that do not load.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from manta.cluster.http.exchange.condition import Condition, Stage
 from manta.cluster.serve.fleet.found import FoundModel, application_name
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import (
-    MAX_RETRY_DEPLOY_S,
-    MOST_LOADING_S,
-    RETRY_DEPLOY_S,
-    RETRY_FAILED_S,
-    Loader,
-    Told,
-)
+from manta.cluster.serve.fleet.loader import MOST_LOADING_S, Loader, Told
+from manta.cluster.serve.fleet.loader_deployment import is_in_charge
 from manta.cluster.serve.fleet.model_application import check_continues
 from manta.cluster.serve.fleet.model_changes import ModelChanges
 from tests.async_tests import async_test
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 MIN_LOADED_S = 10.0
@@ -79,9 +73,8 @@ class World:
         self.found: dict[str, FoundModel] = {}
         self.leaving: set[str] = set()
         """Applications that are being deleted."""
-        self.empty: set[str] = set()
-        """Applications without a process, because their engines have failed."""
-        self.is_over = False
+        self.is_in_charge = True
+        """Whether the loader is the one that decides."""
         self.busy: set[str] = set()
         self.idle: dict[str, float] = {}
         self.now = 0.0
@@ -100,7 +93,7 @@ class World:
         return Loader(ADDRESS, listed, most, MIN_LOADED_S, self, lambda: self.now)
 
     async def look(self) -> Told:
-        return Told(list(self.found.values()), frozenset(self.leaving), self.is_over)
+        return Told(list(self.found.values()), frozenset(self.leaving), self.is_in_charge)
 
     async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         if entry.engine.num_threads is not None and entry.engine.num_threads > MOST_THREADS:
@@ -119,7 +112,6 @@ class World:
         if self.refusal is not None:
             raise ValueError(self.refusal)
         self.deployed.append(model.model_name)
-        self.empty.discard(model.model_name)
         self.found[model.model_name] = found_as(model, "loading")
 
     async def delete(self, application: str) -> None:
@@ -138,10 +130,7 @@ class World:
     # ---- what the test says ------------------------------------------------------------------------------------------
 
     def tell(self, name: str, stage: Stage, reason: str = "") -> None:
-        model = self.found[name].model
-        if stage == "failed":
-            self.empty.add(name)
-        self.found[name] = found_as(model, stage, reason)
+        self.found[name] = found_as(self.found[name].model, stage, reason)
 
     async def ask(self, name: str, client: str = "", timeout_s: float = PATIENCE_S) -> asyncio.Task[None]:
         """Returns a request that waits for a model, after a step of the loader."""
@@ -170,9 +159,9 @@ class World:
 
     @property
     def there(self) -> set[str]:
-        """Models that take memory."""
+        """Models that take memory, or may take some again."""
         leaving = {application.removeprefix(f"{ADDRESS}.") for application in self.leaving}
-        return (leaving | self.found.keys()) - self.empty
+        return leaving | self.found.keys()
 
     @property
     def num_bytes_there(self) -> int:
@@ -365,111 +354,6 @@ async def test_clients_take_turns() -> None:
 
 
 @async_test
-async def test_a_failed_load_is_told_and_not_repeated() -> None:
-    world = World(1)
-    asked = [await world.ask("a", f"client {number}") for number in range(20)]
-    world.tell("a", "failed", "its files are gone")
-    await world.step()
-    for each in asked:
-        with pytest.raises(ServingError) as error:
-            await each
-        assert error.value.refusal.kind == "model_failed"
-        assert "its files are gone" in error.value.refusal.cause
-    await refusal_of(await world.ask("a"))
-    assert (world.deployed, world.deleted) == (["a"], [])
-    await world.have("b")  # a failed one takes no place
-
-    world.now = RETRY_FAILED_S
-    again = await world.ask("a")
-    assert world.deleted == ["a", "b"], "the limit holds for the second attempt too"
-    await world.step()
-    assert world.deployed == ["a", "b"]
-    world.leaving.clear()
-    await world.step()
-    assert world.deployed == ["a", "b", "a"]
-    world.tell("a", "loaded")
-    await world.step()
-    await again
-
-
-@async_test
-async def test_an_operator_tries_a_failed_model_again_at_once() -> None:
-    world = World(1)
-    await world.loader.begin_load("a", PATIENCE_S)
-    await world.step()
-    world.tell("a", "failed")
-    await world.step()
-    assert world.deployed == ["a"], "a load that fails is no failed model that is loaded again"
-    await world.loader.begin_load("a", PATIENCE_S)
-    await world.step()
-    world.leaving.clear()
-    await world.step()
-    assert world.deployed == ["a", "a"]
-    world.tell("a", "loaded")
-    await world.step()
-    assert await (await world.ask("a")) is None
-
-
-@async_test
-async def test_what_serve_does_not_deploy_is_refused() -> None:
-    world = World(1)
-    world.refusal = "num_threads is more than any node has"
-    asked = await world.ask("a")
-    with pytest.raises(ServingError) as error:
-        await asked
-    assert (error.value.refusal.kind, "num_threads" in error.value.refusal.cause) == ("model_failed", True)
-    assert await refusal_of(await world.ask("a")) == ("model_failed", None)
-    assert world.tried == ["a"], "requests repeat no deployment that was just refused"
-    world.now = RETRY_DEPLOY_S
-    world.refusal = None
-    (await world.ask("a")).cancel()
-    assert world.deployed == ["a"]
-
-
-@async_test
-async def test_a_kept_model_that_serve_refuses_is_tried_again_later_and_later(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(1)
-    world.loader = world.new_loader(1, kept("k"))
-    world.refusal = "no such node"
-    pauses, last = [], 0.0
-    for _ in range(300):
-        num_tried = len(world.tried)
-        await world.step()
-        if len(world.tried) > num_tried:
-            pauses.append(world.now - last)
-            last = world.now
-        world.now += RETRY_DEPLOY_S / 2
-    assert pauses[1:6] == [RETRY_DEPLOY_S * 2**count for count in range(5)]
-    assert max(pauses) == MAX_RETRY_DEPLOY_S
-    assert len(caplog.records) == 1
-    world.refusal = "no such option"
-    world.now = last + MAX_RETRY_DEPLOY_S
-    await world.step()
-    assert len(caplog.records) == 2, "a reason is told when it is new"
-    world.refusal = None
-    world.now += MAX_RETRY_DEPLOY_S
-    await world.step()
-    assert world.deployed == ["k"]
-
-
-@async_test
-async def test_new_options_that_serve_refuses_are_tried_again() -> None:
-    world = World(1)
-    world.loader = world.new_loader(1, kept("k"))
-    await world.step()
-    world.tell("k", "loaded")
-    world.loader = world.new_loader(1, kept("k", dtype="float32"))
-    world.refusal = "no such option"
-    await world.step()
-    await world.step()
-    assert world.tried == ["k", "k"]
-    world.refusal = None
-    world.now = RETRY_DEPLOY_S
-    await world.step()
-    assert world.deployed == ["k", "k"]
-
-
-@async_test
 async def test_an_unload_waits_for_the_models_requests_and_is_no_failure() -> None:
     world = World(2)
     await world.have("a")
@@ -536,18 +420,54 @@ async def test_a_late_request_is_told_when_to_come_again() -> None:
 async def test_a_loader_that_is_replaced_decides_nothing() -> None:
     world = World(1)
     waiting = await world.ask("a")
-    world.is_over = True
+    world.is_in_charge = False
     asked = await world.ask("b")
     for each in (waiting, asked):
         with pytest.raises(ConnectionError):
             await each
     assert world.deployed == ["a"]
 
-    world.is_over = False
+    world.is_in_charge = True
     world.loader = world.new_loader(1, on_demand("a"))
     world.tell("a", "loaded")
     assert await (await world.ask("a")) is None
     assert world.deployed == ["a"]
+
+
+@async_test
+async def test_a_loader_waits_until_it_is_in_charge() -> None:
+    """Nobody tells it that the one before has ended, so it goes on looking."""
+    world = World(1)
+    await world.have("a")
+    world.loader = world.new_loader(1, on_demand("a", dtype="float32"))
+    world.is_in_charge = False
+    running = asyncio.ensure_future(world.loader.run())
+    await turns()
+    assert world.deployed == ["a"]
+    world.is_in_charge = True
+    await until(lambda: world.deployed == ["a", "a"])
+    running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "decides"),
+    [
+        ("RUNNING", (), True),
+        ("STARTING", (), True),
+        ("STOPPING", (), False),
+        (None, ("RUNNING",), False),
+        ("RUNNING", ("STARTING",), True),
+        ("PENDING_MIGRATION", ("STARTING",), True),
+        ("STARTING", ("STOPPING",), False),
+        ("STARTING", ("PENDING_MIGRATION",), False),
+        ("RUNNING", ("STOPPING",), False),
+    ],
+)
+def test_one_loader_is_in_charge(own: str | None, others: tuple[str, ...], decides: bool) -> None:
+    """Serve starts one before another has ended, when the deployment changes or its node is drained."""
+    told = [{"replica_id": f"other {number}", "state": state} for number, state in enumerate(others)]
+    told += [{"replica_id": "own", "state": own}] * (own is not None)
+    assert is_in_charge({"deployments": {"loader": {"replicas": told}}}, "own") == decides
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""A machine that is small: few open files, little address space, or little memory, for every process of a server."""
+"""A machine that is small: few open files, little address space, memory or disk, for every process of a server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ import pytest
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
-from tests.processes import kill_tree
+from tests.processes import kill_tree, running_below
+from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.prove
 
 NUM_FILES = 256
 NUM_CONNECTIONS = 200
+NUM_DISK_BYTES = 64 * 2**20
+"""Size of a disk for all logs of a server."""
 SMALL_CACHE = "engine.kv_cache_bytes=8388608"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
@@ -33,13 +36,20 @@ def status(connection: socket.socket) -> bytes:
     return connection.makefile("rb").readline().split()[1]
 
 
-def start(limit: Callable[[], object], *settings: str) -> tuple[subprocess.Popen[str], int]:
-    """Starts a server whose processes have a limit, which `limit` sets in the first of them. Returns its port too."""
+def start(
+    limit: Callable[[], object] | None, *settings: str, temporary: pathlib.Path | None = None
+) -> tuple[subprocess.Popen[str], int]:
+    """Starts a server whose processes have a limit, which `limit` sets in the first of them, and their temporary files
+    in a folder. Returns its port too.
+    """
     port = free_port()
     command = [sys.executable, "-m", "manta.cluster.cli", "serve", str(checkpoint("llama")), "--port", str(port)]
     for setting in ("engine.num_threads=1", *settings):
         command += ["--set", setting]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=limit)
+    environment = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=limit, env=environment
+    )
     return server, port
 
 
@@ -134,3 +144,29 @@ def test_with_few_open_files_resting_connections_give_way() -> None:
         rest, _ = server.communicate(timeout=PATIENCE_S)
     assert server.returncode == 0
     assert "Traceback" not in printed + rest
+
+
+def test_with_a_full_disk_for_logs_requests_go_on() -> None:
+    """All logs of Ray and of Manta, which lie in the folder for temporary files."""
+    with small_disk(NUM_DISK_BYTES) as (folder, is_small):
+        if not is_small:
+            pytest.skip("no file system can be mounted here")
+        server, port = start(None, SMALL_CACHE, temporary=folder)
+        try:
+            printed = until_ready(server)
+            assert list(folder.iterdir()), "the logs are elsewhere"
+            filling = fill(folder)
+            for _ in range(50):
+                assert tokens_of_answer(port) == 4
+                assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S, trust_env=False).is_success
+            (engine,) = running_below(server.pid, "ray::ServeReplica:manta:engine")
+            engine.kill()
+            engine.wait(PATIENCE_S)
+            filling.unlink()  # a process of Ray starts with a file for its log
+            assert tokens_of_answer(port) == 4, "another engine starts"
+        finally:
+            server.send_signal(signal.SIGTERM)
+            rest, _ = server.communicate(timeout=PATIENCE_S)
+            kill_tree(server.pid)
+        assert server.returncode == 0
+        assert "Traceback" not in printed + rest

@@ -5,6 +5,7 @@ came to its cache. What is no such head, or one of another model, is refused bef
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 
 from manta.cluster.cli.check import check_quickly, run_check
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.llm import LLM, SamplingParams
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.workers.checkpoints.draft_tokens import eagle3_head
@@ -37,6 +39,7 @@ from tests.checkpoints import checkpoint, reference_model
 from tests.conftest import PROVE
 from tests.eagle3_heads import FORMS, Eagle3Formula, eagle3_folder, tensors_of, write_eagle3
 from tests.engine.histories import BLOCK, GREEDY, prompts
+from tests.engine_parts import speculative_worker_of
 from tests.specdecode.test_draft_heads import HISTORIES, drafts_of, quick, run
 from tests.workers.test_layer_kinds import CASES, folder_of
 from tests.workers.test_models import random_tokens
@@ -222,6 +225,36 @@ def test_a_head_is_rounded_like_its_model(options: dict[str, Any]) -> None:
 def test_adaptive_lengths_stop_what_does_not_pay() -> None:
     llm = make_llm(llama(), speculative=eagle3(adaptive=True))
     assert run(llm) == greedy(llama())
+
+
+def test_a_head_reads_what_is_kept_since_its_drafts_are_wanted_again() -> None:
+    """Meanwhile steps keep nothing for it. No token changes, and another request reads no block without states."""
+    llm, formula, text = make_llm(llama()), Eagle3Formula("SpecForge", llama()), prompts()[0]
+    params = msgspec.structs.replace(GREEDY, max_tokens=64)
+    worker, seen = speculative_worker_of(llm.engine), drafts_of(llm)
+    (head,), states = worker.chain.proposers, worker.target.runner.hidden_states
+    tokens, first, before = list(text), 0, states.clone()
+    llm.engine.add_request(EngineRequest(request_id="0", prompt_token_ids=text, params=params))
+    for number in itertools.count():
+        if number == 4:
+            head.wanted, before = False, states.clone()
+        if number == 8:
+            assert torch.equal(states, before)
+            head.wanted, first = True, -(-(len(tokens) - 1) // BLOCK) * BLOCK
+            seen.clear()
+        deltas = llm.engine.step()
+        tokens += [token for delta in deltas for token in delta.token_ids]
+        if any(delta.finish for delta in deltas):
+            break
+    assert tokens == [*text, *run(plain(llama()), params, [text])[0]]
+    assert len(seen) > 8
+    for known, drafts in seen[::6]:
+        assert drafts == formula.drafts(known, len(drafts), first=first)
+    seen.clear()
+    assert run(llm, texts=[tokens[:-4]]) == run(plain(llama()), texts=[tokens[:-4]])
+    assert llm.engine.stats().prefix_cache_hits > first
+    for known, drafts in seen[:2]:
+        assert any(drafts == formula.drafts(known, len(drafts), first=each) for each in (first, first + BLOCK))
 
 
 # ---- what is read, and what is refused -------------------------------------------------------------------------------

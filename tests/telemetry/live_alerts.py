@@ -1,232 +1,33 @@
-"""`make alerts`: which alerts fire and clear under real faults, and when. Prometheus scrapes a server whose engine is
-killed or stopped, whose rank hangs, whose queue is full, or whose disk is.
+"""`make alerts`: which alerts fire and clear under real faults, and when. Prometheus scrapes a server to which
+`tests/telemetry/alert_faults.py` does each fault in turn.
 
-The rules' windows are `SPEED` times shorter here than in `configs/prometheus/rules.yml`. The table goes to
-`benchmarks/results/`; an alert that does not fire or clear in time is a row of it too.
+The table goes to `benchmarks/results/`; an alert that does not fire or clear in time is a row of it too. A run that was
+interrupted goes on after the last fault that was done with the same sources.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import json
-import os
 import pathlib
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import httpx
-import psutil
-import yaml
+import msgspec
 
-from benchmarks.processes import ROOT, free_port, interrupted_once
+from benchmarks.processes import ROOT, interrupted_once
 from benchmarks.report import machine
 from tests.patience import PATIENCE_S, wait_until
-from tests.processes import running_below
-from tests.server import Server
-from tests.telemetry.test_alerts import FILE
+from tests.prove import source_key
+from tests.telemetry.alert_faults import FAULTS, SCRAPE_S, SPEED, Impossible, StreamsLost, World, served
 
 RESULTS = ROOT / "benchmarks" / "results"
-SPEED = 6
-SCRAPE_S = 2
-LEAST_RANGE_S = 4 * SCRAPE_S
-"""The shortest range over which a rate is taken: a few scrapes."""
-UNIT_S = {"s": 1, "m": 60, "h": 3600}
-DISK_BYTES = 128 * 1024
 POLL_S = 0.5
 """Seconds between two looks at the alerts."""
 
 
-def quick_rules() -> str:
-    """The rules with shorter ranges and delays."""
-
-    def shorter(least_s: float) -> Callable[[re.Match[str]], str]:
-        return lambda found: f"{found[1]}{max(least_s, int(found[2]) * UNIT_S[found[3]] / SPEED):.0f}s"
-
-    ranges = re.sub(r"(\[)(\d+)([smh])(?=\])", shorter(LEAST_RANGE_S), FILE.read_text())
-    return re.sub(r"(?m)(^ *for: )(\d+)([smh])$", shorter(1), ranges)
-
-
-class Prometheus:
-    """Scrapes one server and evaluates the shorter rules."""
-
-    def __init__(self, folder: pathlib.Path, target: int) -> None:
-        (folder / "rules.yml").write_text(quick_rules())
-        every = {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s", "evaluation_interval": "1s"}
-        job = {"job_name": "manta", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
-        configuration = {"global": every, "rule_files": ["rules.yml"], "scrape_configs": [job]}
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
-        port = free_port()
-        self._url = f"http://127.0.0.1:{port}"
-        command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
-        command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
-        self._process = subprocess.Popen(command)
-        wait_until(self._is_ready, poll_s=0.1)
-
-    def _is_ready(self) -> bool:
-        assert self._process.poll() is None
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/-/ready", timeout=PATIENCE_S):
-            return True
-        return False
-
-    def has(self, query: str) -> bool:
-        """Returns whether a query finds any series."""
-        url = f"{self._url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
-            return bool(json.load(response)["data"]["result"])
-
-    def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
-        with urllib.request.urlopen(f"{self._url}/api/v1/alerts", timeout=PATIENCE_S) as response:
-            alerts = json.load(response)["data"]["alerts"]
-        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(PATIENCE_S)
-
-
-class Impossible(Exception):
-    """A fault that cannot be done on this machine; the message says why."""
-
-
-class World(NamedTuple):
-    server: Server
-    prometheus: Prometheus
-    disk: pathlib.Path | None
-    """A file system of `DISK_BYTES`; None where nothing can be mounted."""
-
-    def processes(self, title: str) -> list[psutil.Process]:
-        return running_below(self.server.process.pid, title)
-
-    def ask(self, **fields: Any) -> int:
-        """Returns the status of a completion."""
-        body = {"model": self.server.model, "prompt": [5, 9, 17], "ignore_eos": True, **fields}
-        return httpx.post(
-            f"{self.server.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
-        ).status_code
-
-    def upload(self) -> int:
-        """Returns the status of an upload that the disk has no room for."""
-        return httpx.post(
-            f"{self.server.url}/v1/files",
-            files={"file": ("a.jsonl", b"x" * (2 * DISK_BYTES))},
-            data={"purpose": "batch"},
-            timeout=PATIENCE_S,
-            trust_env=False,
-        ).status_code
-
-
-@contextlib.contextmanager
-def repeated(act: Callable[[], object], pause_s: float = 0.1, times: int = 1) -> Iterator[None]:
-    """Does something again and again in so many threads, whatever comes of it."""
-    ended = threading.Event()
-
-    def go_on() -> None:
-        while not ended.wait(pause_s):
-            with contextlib.suppress(httpx.HTTPError, psutil.Error):
-                act()
-
-    threads = [threading.Thread(target=go_on) for _ in range(times)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-
-
-def kill(world: World) -> contextlib.AbstractContextManager[None]:
-    return repeated(lambda: [each.kill() for each in world.processes("ray::ServeReplica:manta:engine")])
-
-
-def stop_engine(world: World) -> contextlib.AbstractContextManager[None]:
-    return repeated(lambda: [each.suspend() for each in world.processes("ray::ServeReplica:manta:engine")])
-
-
-@contextlib.contextmanager
-def hang_rank(world: World) -> Iterator[None]:
-    """Stops the younger rank under streams, and again whenever the ranks that replace it have answered. Every stream
-    ends well.
-    """
-    statuses: list[int] = []
-
-    def stop_one() -> None:
-        statuses.append(world.ask(max_tokens=2))  # waits for the ranks that replace a hanging one
-        for rank in world.processes("ray::RankActor")[1:]:
-            rank.suspend()
-
-    with repeated(stop_one), repeated(lambda: statuses.append(world.ask(max_tokens=100)), times=2):
-        yield
-    assert set(statuses) == {200}
-
-
-def fill_queue(world: World) -> contextlib.AbstractContextManager[None]:
-    return repeated(lambda: world.ask(max_tokens=300), times=40)
-
-
-def fill_disk(world: World) -> contextlib.AbstractContextManager[None]:
-    if world.disk is None:
-        raise Impossible("no file system can be mounted here")
-    return repeated(world.upload)
-
-
-FAULTS: dict[str, tuple[Callable[[World], contextlib.AbstractContextManager[None]], set[str]]] = {
-    "the engine is killed again and again": (kill, {"MantaNoEngine", "MantaEngineMissing"}),
-    "the engine is stopped": (stop_engine, {"MantaNoEngine", "MantaEngineMissing"}),
-    "a rank hangs again and again": (hang_rank, {"MantaRanksRestart"}),
-    "the queue is full": (fill_queue, {"MantaQueueNearlyFull", "MantaRefusesRequests"}),
-    "the disk is full": (fill_disk, {"MantaErrorBudgetBurnsFast"}),
-}
-
-
-@contextlib.contextmanager
-def served() -> Iterator[World]:
-    """Yields a server under a little load, and Prometheus that watches it. Raises `Impossible` without Prometheus."""
-    if shutil.which("prometheus") is None:
-        raise Impossible("prometheus is not installed (Debian: apt-get install prometheus)")
-    settings = ["tensor_parallel_size=2", "max_num_sequences=4", "max_num_waiting=10"]
-    with tempfile.TemporaryDirectory() as folder, _small_disk() as (disk, is_small):
-        server = Server(*(f"engine.{setting}" for setting in settings), f"batch_storage={disk}")
-        prometheus = Prometheus(pathlib.Path(folder), server.port)
-        world = World(server, prometheus, disk if is_small else None)
-        try:
-            with repeated(lambda: world.ask(max_tokens=2), pause_s=0.5):
-                yield world
-        finally:
-            prometheus.stop()
-            server.stop()
-
-
-@contextlib.contextmanager
-def _small_disk() -> Iterator[tuple[pathlib.Path, bool]]:
-    """Yields a folder, and whether it is a file system of `DISK_BYTES`, which not everybody may mount."""
-    with tempfile.TemporaryDirectory() as folder:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder]
-        is_small = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
-        try:
-            yield pathlib.Path(folder), is_small
-        finally:
-            if is_small:
-                subprocess.run(["umount", folder], check=True)
-
-
-# ---- what is seen --------------------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
+class Row(msgspec.Struct, frozen=True):
     """An alert under a fault."""
 
     fault: str
@@ -242,31 +43,54 @@ class Row(NamedTuple):
         return self.fired_s is not None and self.cleared_s is not None
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a fault."""
+
+    fault: str
+    rows: list[Row]
+    trouble: str = ""
+    """Why the fault was not done, or what it broke."""
+    was_done: bool = True
+    seconds: float = 0.0
+    """Time that it took, until its alerts had cleared."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every alert that the fault must raise fired and cleared. A fault that cannot be done here is none."""
+        return not self.was_done or not (self.trouble or any(row.is_expected and not row.is_good for row in self.rows))
+
+
 def observe(name: str, world: World, patience_s: float = PATIENCE_S) -> list[Row]:
-    """Does a fault until the alerts that it must raise fire, at most `patience_s`, and then waits as long until none
-    fires. Returns a row for each alert that had to fire or did. Raises `Impossible` if the fault cannot be done.
+    """Does a fault until the alerts that it must raise fire, at most `patience_s`, and then waits as long until they
+    have cleared. Returns a row for each of them, and for each other alert that fired and whose condition began to hold
+    during the fault.
+
+    Raises `Impossible` if the fault cannot be done, `StreamsLost` for what it broke, and `AssertionError` if the server
+    has not recovered from what was done before.
     """
     begin, expected = FAULTS[name]
-    wait_until(lambda: world.prometheus.has("manta:engines_serving == manta:engines_wanted"), poll_s=1.0)
-    wait_until(lambda: not world.prometheus.firing(), poll_s=1.0)
+    wait_until(lambda: world.is_well() and not expected & {each.name for each in world.prometheus.active()}, POLL_S)
     fired_s, cleared_s = dict[str, float](), dict[str, float]()
-    begun = time.monotonic()
+    begun, begun_at = time.monotonic(), time.time()
+
+    def firing() -> set[str]:
+        return {each.name for each in world.prometheus.active() if each.fires and each.since >= begun_at}
+
     with begin(world):
         while not expected <= fired_s.keys() and time.monotonic() < begun + patience_s:
             time.sleep(POLL_S)
-            for alert in world.prometheus.firing():
+            for alert in firing():
                 fired_s.setdefault(alert, time.monotonic() - begun)
-    for process in [*world.processes("ray::ServeReplica:manta:engine"), *world.processes("ray::RankActor")]:
-        with contextlib.suppress(psutil.Error):
-            process.resume()
+    world.resume()
     ended = time.monotonic()
-    while (firing := world.prometheus.firing()) or fired_s.keys() - cleared_s.keys():
-        for alert in firing:  # another one may fire late, by what happened during the fault
+    while time.monotonic() < ended + patience_s:
+        firing_now = firing()
+        for alert in firing_now:  # another one may fire late, by what happened during the fault
             fired_s.setdefault(alert, time.monotonic() - begun)
             cleared_s.pop(alert, None)
-        for alert in fired_s.keys() - firing:
+        for alert in fired_s.keys() - firing_now:
             cleared_s.setdefault(alert, time.monotonic() - ended)
-        if time.monotonic() > ended + patience_s:
+        if not firing_now:
             break
         time.sleep(POLL_S)
     return [
@@ -275,8 +99,24 @@ def observe(name: str, world: World, patience_s: float = PATIENCE_S) -> list[Row
     ]
 
 
-def table(rows: Sequence[Row], patience_s: float) -> str:
-    """Returns the rows in Markdown."""
+def outcome(name: str, world: World, patience_s: float) -> Outcome:
+    """Returns what comes of a fault, whatever it is."""
+    begun = time.monotonic()
+    rows: list[Row] = []
+    trouble, was_done = "", True
+    try:
+        rows = observe(name, world, patience_s)
+    except Impossible as error:
+        trouble, was_done = f"not tried, because {error}", False
+    except StreamsLost as error:
+        trouble = str(error)
+    except AssertionError:
+        trouble = "not tried, because the server has not recovered from the fault before it"
+    return Outcome(name, rows, trouble, was_done, time.monotonic() - begun)
+
+
+def table(outcomes: Sequence[Outcome], patience_s: float) -> str:
+    """Returns the outcomes in Markdown."""
     late = f"not within {patience_s:.0f} s"
 
     def shown(seconds: float | None) -> str:
@@ -286,10 +126,62 @@ def table(rows: Sequence[Row], patience_s: float) -> str:
         "| fault | alert | fires, s after the fault's begin | clears, s after its end |",
         "| --- | --- | ---: | ---: |",
     ]
-    for row in rows:
+    for row in (row for each in outcomes for row in each.rows):
         alert = row.alert if row.is_expected else f"{row.alert}, too"
-        lines.append(f"| {row.fault} | {alert} | {shown(row.fired_s)} | {shown(row.cleared_s)} |")
-    return "\n".join(lines) + "\n"
+        cleared = "" if row.fired_s is None else shown(row.cleared_s)
+        lines.append(f"| {row.fault} | {alert} | {shown(row.fired_s)} | {cleared} |")
+    troubles = [f"- {each.fault}: {each.trouble}." for each in outcomes if each.trouble]
+    return "\n".join([*lines, "", *troubles]).rstrip() + "\n"
+
+
+class Record:
+    """The outcomes of one state of the sources, kept in a file, so that an interrupted run goes on."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        found = [msgspec.json.decode(line, type=Outcome) for line in lines]
+        self._outcomes = {each.fault: each for each in found}
+
+    def has(self, name: str) -> bool:
+        """Whether a fault was done, and all alerts fired and cleared."""
+        return name in self._outcomes and self._outcomes[name].was_done and self._outcomes[name].is_good
+
+    def add(self, found: Outcome) -> None:
+        self._outcomes[found.fault] = found
+        self._path.parent.mkdir(exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(found) + b"\n")
+
+    def outcomes(self) -> list[Outcome]:
+        """Returns the last outcome of each fault, in the order of the table."""
+        return [self._outcomes[name] for name in FAULTS if name in self._outcomes]
+
+
+def write(outcomes: Sequence[Outcome], folder: pathlib.Path, patience_s: float) -> pathlib.Path:
+    """Writes the table of today. Returns its path."""
+    today = datetime.date.today().isoformat()
+    about = (
+        f"Every range and delay of the rules is {SPEED} times shorter here than in `configs/prometheus/rules.yml`. "
+        f"Prometheus scrapes every {SCRAPE_S} s. The {len(outcomes)} faults took "
+        f"{sum(each.seconds for each in outcomes):.0f} s together."
+    )
+    path = folder / f"alerts-{today}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join([f"# {today}, alerts under faults", machine(), about, table(outcomes, patience_s)]))
+    return path
+
+
+def run(names: Sequence[str], record: Record, folder: pathlib.Path, patience_s: float) -> None:
+    """Does the faults in turn, and writes what comes of each at once. Raises `Impossible` where none can be done."""
+    if not names:
+        return
+    with served() as world:
+        for name in names:
+            found = outcome(name, world, patience_s)
+            record.add(found)
+            write(record.outcomes(), folder, patience_s)
+            print(f"{name}: {found.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,32 +191,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for which an alert is awaited")
     parser.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the table goes")
     options = parser.parse_args(arguments)
-    rows: list[Row] = []
-    notes: list[str] = []
+    record = Record(ROOT / ".prove" / f"alerts-{source_key(ROOT)}.jsonl")
+    names = options.fault or [name for name in FAULTS if not record.has(name)]
     try:
-        with interrupted_once(), served() as world:
-            for name in options.fault or FAULTS:
-                try:
-                    rows += observe(name, world, options.patience)
-                except Impossible as error:
-                    notes.append(f"- {name}: not tried, because {error}.")
-                print(table(rows, options.patience), file=sys.stderr, flush=True)
+        with interrupted_once():
+            run(names, record, options.folder, options.patience)
     except Impossible as error:
         print(f"make alerts: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    today = datetime.date.today().isoformat()
-    about = (
-        f"The windows of the rules are {SPEED} times shorter here than in `configs/prometheus/rules.yml`. Prometheus "
-        f"scrapes every {SCRAPE_S} s. Load at the end: {os.getloadavg()[1]:.1f}."
-    )
-    parts = [f"# {today}, alerts under faults", machine(), about, table(rows, options.patience), *notes]
-    path = options.folder / f"alerts-{today}.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts).rstrip() + "\n")
+    outcomes = record.outcomes()
+    path = write(outcomes, options.folder, options.patience)
     print(f"{path.read_text()}\nwritten: {path}")
-    return int(not all(row.is_good for row in rows if row.is_expected))
+    return int(not all(each.is_good for each in outcomes))
 
 
 if __name__ == "__main__":

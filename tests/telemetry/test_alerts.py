@@ -1,27 +1,23 @@
 """The alerts of `configs/prometheus/`: each fires at its fault, alone, and clears after it, as Prometheus does it.
 
-`promtool` comes with Prometheus (Debian: `apt-get install prometheus`). Without it the evaluation is skipped, and with
-`MANTA_NEEDS_PROMTOOL=1`, which `.ci/run` sets, it fails.
+`tests/telemetry/prometheus.py` says what it needs.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import shutil
-import subprocess
 from typing import Any, NamedTuple
 
-import pytest
 import yaml
 
-from tests.patience import PATIENCE_S
+from tests.telemetry.prometheus import promtool
 from tests.telemetry.test_dashboards import GRAFANA, RULES
 
 CONFIGS = GRAFANA.parent
 FILE = CONFIGS / "prometheus" / "rules.yml"
-RUNBOOK = CONFIGS.parent / "docs" / "runbook.md"
+DOCS = CONFIGS.parent / "docs"
+RUNBOOK = DOCS / "runbook.md"
 LENGTH = 120
 """Minutes of each case."""
 
@@ -129,14 +125,6 @@ def _labelled(series: str) -> str:
     return f'{name}{{model_name="m",{labels or "}"}'
 
 
-def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    if shutil.which("promtool") is None:
-        needed = os.environ.get("MANTA_NEEDS_PROMTOOL") == "1"
-        (pytest.fail if needed else pytest.skip)("promtool is not installed; it comes with Prometheus")
-    words = ["promtool", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
 def test_each_alert_fires_at_its_fault_and_clears(tmp_path: pathlib.Path) -> None:
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases(FAULTS)))
     done = promtool("test", "rules", tmp_path / "cases.yml")
@@ -165,3 +153,29 @@ def test_every_alert_has_a_case_and_a_place_in_the_runbook() -> None:
     for name, rule in alerts.items():
         assert rule["annotations"]["runbook"] == f"docs/runbook.md#{name.lower()}"
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def rows(page: pathlib.Path, heading: str) -> list[list[str]]:
+    """Returns the cells of the first table below a heading, without its head."""
+    section = page.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    table = re.findall(r"(?m)^\| (.*) \|$", section)
+    return [line.split(" | ") for line in table[2:]]
+
+
+def test_every_failure_has_a_symptom_and_a_remedy() -> None:
+    """`docs/operate.md` says what each failure does, and the runbook what to look at and to do, by the same names. Rows
+    that begin with an ellipsis go on with the failure above them.
+    """
+    failures = {re.sub(r" \(.*?\)", "", cells[0]) for cells in rows(DOCS / "operate.md", "When anything else fails")}
+    entries = rows(RUNBOOK, "When a part fails")
+    assert {name for name in failures if not name.startswith("…")} <= {cells[0] for cells in entries}
+    assert len(failures) > 10
+    assert all(len(cells) == 4 and all(cells) for cells in entries)
+
+
+def test_every_alert_says_what_it_means_and_what_to_do() -> None:
+    sections = re.split(r"(?m)^### ", RUNBOOK.read_text().partition("\n## Alerts\n")[2].partition("\n## ")[0])[1:]
+    assert {section.split("\n")[0] for section in sections} == set(FAULTS)
+    for section in sections:
+        assert {"Means", "Look"} <= set(re.findall(r"- \*\*(\w+)\*\*", section))
+        assert re.search(r"\*\*(Do|do)\*\*", section)

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import importlib
 import json
+import math
 import pathlib
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import promql_parser as promql
 import pytest
 import yaml
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.local_server import local_server
+from tests.telemetry.prometheus import COUNTING, Prometheus, hold, need
 
 GRAFANA = pathlib.Path(__file__).resolve().parents[2] / "configs" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(GRAFANA.glob("dashboards/*.json"))}
 GROUPS = yaml.safe_load((GRAFANA.parent / "prometheus" / "rules.yml").read_text())["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
 """Alerts and recorded ratios; `test_alerts.py` evaluates them."""
+PANELS = {f"{name}: {panel['title']}": panel for name, dashboard in DASHBOARDS.items() for panel in dashboard["panels"]}
+"""By where they stand."""
 QUERIES = [
-    (f"{name}: {panel['title']} {target['refId']}", target["expr"])
-    for name, dashboard in DASHBOARDS.items()
-    for panel in dashboard["panels"]
-    for target in panel["targets"]
+    (f"{place} {target['refId']}", target["expr"]) for place, panel in PANELS.items() for target in panel["targets"]
 ]
 """(where it stands, PromQL with Grafana's variables)."""
 
 GROWING = ("rate", "increase")
 """Functions of counters."""
+UNITS = {"s": "seconds", "bytes": "bytes"}
+"""Grafana's units that a metric has in its name. Panels with other units show none of these metrics first."""
+OTHER_UNITS = ("short", "reqps", "percentunit")
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+"""The data source that the reader of a dashboard has chosen."""
 
 
 class Exposed(NamedTuple):
@@ -43,6 +54,7 @@ class Exposed(NamedTuple):
     """Labels of each series."""
     grows: dict[str, bool]
     """Whether each metric is a counter."""
+    families: list[Metric]
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +74,22 @@ def exposed() -> Exposed:
             return server.model, text
 
     model, text = asyncio.run(run())
-    found = Exposed(model, {}, {})
-    for family in text_string_to_metric_families(text.decode()):
+    found = Exposed(model, {}, {}, list(text_string_to_metric_families(text.decode())))
+    for family in found.families:
         for sample in family.samples:
             found.labels.setdefault(sample.name, []).append(sample.labels)
-            found.grows[sample.name] = family.type in ("counter", "histogram")
+            found.grows[sample.name] = family.type in COUNTING
     return found
+
+
+def filled(query: str, model: str) -> str:
+    """Returns a query with values in place of Grafana's variables."""
+    return query.replace("$model", model).replace("$__rate_interval", "1m")
 
 
 def parsed(query: str, model: str) -> promql.Expr:
     """Raises `ValueError` for what is no PromQL."""
-    return promql.parse(query.replace("$model", model).replace("$__rate_interval", "1m"))
+    return promql.parse(filled(query, model))
 
 
 def selectors(expression: Any, function: str = "") -> Iterator[tuple[Any, str]]:
@@ -146,6 +163,44 @@ def test_a_query_with_a_mistake_is_found(query: str, complaint: str, exposed: Ex
         check(query, exposed)
 
 
+@pytest.fixture(scope="module")
+def held(exposed: Exposed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus with five minutes of what the server exposes."""
+    need("prometheus")
+    prometheus = hold(tmp_path_factory.mktemp("prometheus"), exposed.families, time.time())
+    yield prometheus
+    prometheus.stop()
+
+
+def legend(form: str, labels: dict[str, str]) -> str:
+    """Returns what Grafana writes at a series; a label that the series lacks leaves nothing."""
+    return re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), form)
+
+
+@pytest.mark.parametrize("place", PANELS)
+def test_no_panel_is_empty(place: str, exposed: Exposed, held: Prometheus) -> None:
+    """Each query finds series, with the labels that its legend names, and no two series of a panel have one legend."""
+    panel = PANELS[place]
+    legends = []
+    for target in panel["targets"]:
+        series = held.query(filled(target["expr"], exposed.model))
+        assert series, f"{target['refId']} finds nothing"
+        for each in series:
+            # A single ingress has no name, as `test_several_ingresses_have_names` shows.
+            assert {*re.findall(r"{{(\w+)}}", target["legendFormat"])} <= {*each["metric"], "replica"}
+            legends.append(legend(target["legendFormat"], each["metric"]))
+            value = float(each["value"][1])
+            assert panel["fieldConfig"]["defaults"]["unit"] != "percentunit" or math.isnan(value) or 0 <= value <= 1
+    assert len({*legends}) == len(legends)
+
+
+def test_an_empty_panel_is_found(exposed: Exposed, held: Prometheus) -> None:
+    """Of two series that exist, a sum finds nothing if their labels differ; only an evaluation shows that."""
+    query = f'manta:option{{model_name="{exposed.model}"}} + manta:num_requests_running'
+    check(query, exposed)
+    assert held.query(query) == []
+
+
 @pytest.mark.parametrize("rule", RULES, ids=[rule.get("alert") or rule["record"] for rule in RULES])
 def test_every_rule_reads_exposed_series(rule: dict[str, Any], exposed: Exposed) -> None:
     recorded = {other["record"] for other in RULES if "record" in other}
@@ -176,6 +231,62 @@ def test_every_metric_is_on_a_dashboard() -> None:
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_asks_for_its_source_and_its_model(name: str, exposed: Exposed, held: Prometheus) -> None:
+    """Grafana's default source need not be the Prometheus that scrapes Manta. Without a `current` one it takes that."""
+    source, model = DASHBOARDS[name]["templating"]["list"]
+    assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
+    assert source["current"] == {}
+    assert (model["name"], model["datasource"]) == ("model", SOURCE)
+    (listing,) = re.findall(r"label_values\((\S+), (\w+)\)", model["query"])
+    series = held.query(f"group by ({listing[1]}) ({listing[0]})")
+    assert [each["metric"] for each in series] == [{"model_name": exposed.model}]
+    assert all(panel["datasource"] == SOURCE for panel in DASHBOARDS[name]["panels"])
+
+
+@pytest.mark.parametrize("place", PANELS)
+def test_a_panel_has_the_unit_of_what_it_shows(place: str, exposed: Exposed) -> None:
+    panel = PANELS[place]
+    (first, _), *_ = selectors(parsed(panel["targets"][0]["expr"], exposed.model))
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    assert unit in (*UNITS, *OTHER_UNITS)
+    for known, word in UNITS.items():
+        assert (unit == known) == bool(re.search(rf"[:_]{word}(_|$)", first.name))
+
+
+@pytest.fixture(scope="module")
+def read_by_grafana() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Reads a dashboard into Grafana's own types, and returns what they have kept of it. `pip install
+    grafana-foundation-sdk` brings them.
+    """
+    types = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    encoder = importlib.import_module("grafana_foundation_sdk.cog.encoder").JSONEncoder()
+    importlib.import_module("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    return lambda dashboard: json.loads(encoder.encode(types.Dashboard.from_json(dashboard)))
+
+
+def unknown(ours: Any, kept: Any, place: str = "") -> list[str]:
+    """Returns where a dashboard has something that was not kept."""
+    if isinstance(ours, dict) and isinstance(kept, dict):
+        return [each for name, value in ours.items() for each in unknown(value, kept.get(name), f"{place}/{name}")]
+    if isinstance(ours, list) and isinstance(kept, list) and len(ours) == len(kept):
+        pairs = enumerate(zip(ours, kept, strict=True))
+        return [each for number, pair in pairs for each in unknown(*pair, f"{place}/{number}")]
+    return [] if ours == kept else [place]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_grafanas_types_keep_every_field(
+    name: str, read_by_grafana: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Grafana ignores what it does not know, so a mistake in a name would go unseen."""
+    dashboard = DASHBOARDS[name]
+    assert unknown(dashboard, read_by_grafana(dashboard)) == []
+    wrong = copy.deepcopy(dashboard)
+    wrong["panels"][0]["fieldConfig"]["defaults"]["units"] = "s"
+    assert unknown(wrong, read_by_grafana(wrong)) == ["/panels/0/fieldConfig/defaults/units"]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
 def test_grafana_can_lay_a_dashboard_out(name: str) -> None:
     """Its grid has 24 columns; panels do not overlap, and each query of a panel has a letter of its own."""
     dashboard = DASHBOARDS[name]
@@ -198,7 +309,7 @@ def test_grafana_can_lay_a_dashboard_out(name: str) -> None:
 def test_grafana_finds_its_source_and_its_dashboards() -> None:
     """And Prometheus the server, at the port that it has by default."""
     (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    assert source["isDefault"], "the panels name no source of their own"
+    assert source["isDefault"], "a dashboard takes it until its reader has chosen another one"
     (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/manta.yaml").read_text())["providers"]
     assert provider["type"] == "file"
     assert pathlib.PurePath(provider["options"]["path"]).name == "dashboards"

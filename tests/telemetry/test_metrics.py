@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pathlib
+import re
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.config import AutoscalingOptions, EngineConfig, ServeConfig
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.engine.stats import DraftCounts, EngineStats, ServiceStats
 from manta.cluster.http.exchange.metrics import Metrics, numbers
@@ -21,6 +23,7 @@ from tests.async_tests import async_test
 from tests.engine.test_engine import make_engine
 from tests.local_server import local_server
 
+RULES = pathlib.Path(__file__).resolve().parents[2] / "configs" / "prometheus" / "rules.yml"
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -168,6 +171,37 @@ async def test_a_gateway_made_for_vllm_finds_its_metrics() -> None:
     assert found["vllm:time_to_first_token_seconds_count", ()] == 1
     copied = {name.removeprefix("vllm:"): value for (name, labels), value in found.items() if name.startswith("vllm:")}
     assert all(f"manta:{name}" in {each for each, _ in found} for name in copied)
+
+
+@pytest.mark.parametrize(("least", "is_shown"), [(1, False), (0, True)])
+def test_a_gateway_is_told_no_load_of_engines_that_do_not_answer(
+    stats: EngineStats, least: int, is_shown: bool
+) -> None:
+    """A load of 0 would draw all requests to a server that computes none (https://github.com/llm-d/llm-d-router/pull/2547
+    has what gateways do without it). A model that needs no engine has that load.
+    """
+    autoscaling = AutoscalingOptions(min_replicas=least, max_replicas=1)
+    metrics = Metrics("m")
+    metrics.show_options(ServeConfig(vllm_metrics=True, autoscaling=autoscaling))
+    names = ["vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"]
+    away = msgspec.structs.replace(stats, is_away=True, num_waiting=7)
+    for engines, shown in (([], is_shown), ([away], is_shown), ([stats], True), ([away, stats], True)):
+        found = series(metrics.render(engines))
+        assert [name for name in names if (name, ()) in found] == names * shown
+        assert ("manta:num_requests_waiting", ()) in found
+
+
+def test_failures_are_counted_from_nought() -> None:
+    """Prometheus takes a rate from the second sample on: a counter that begins with a failure hides it."""
+    metrics = Metrics("m", "x")
+    before = series(metrics.render([]))
+    assert {dict(labels)["status"] for (name, labels) in before if name == "manta:answers_total"} >= {"200", "500"}
+    assert not any(value for (name, _), value in before.items() if name == "manta:answers_total")
+    metrics.answered(500)
+    after = series(metrics.render([]))
+    assert after["manta:answers_total", (("replica", "x"), ("status", "500"))] == 1
+    statuses = set(re.findall(r'status="(\d+)"', RULES.read_text()))
+    assert statuses <= {dict(labels)["status"] for (name, labels) in before if name == "manta:answers_total"}
 
 
 def test_counters_do_not_fall_at_engine_restarts() -> None:

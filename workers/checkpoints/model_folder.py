@@ -32,7 +32,8 @@ _SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 """Keys of `generation_config.json` that become defaults of requests, with the same names in `SamplingParams`."""
 _LEAST_TOP_P = 1e-6
 """Least `top_p`: 0 keeps no token."""
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""Patterns of the files of a hub's repository that are downloaded."""
 
 
 def resolve_model_folder(name: str) -> pathlib.Path:
@@ -58,7 +59,7 @@ def resolve_model_folder(name: str) -> pathlib.Path:
         raise ModelError(reason)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(f"there is no folder {name}")
-    return download(name, _HUB_FILES)
+    return download(name, HUB_FILES)
 
 
 def load_model_config(folder: str | pathlib.Path) -> ModelConfig:

@@ -128,7 +128,7 @@ class Decoder:
             inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
         result, hidden = self.forward_embedded(embedded, metadata, kv_caches, inputs), self.config.hidden_size
         tapped = result[:, hidden:]
-        return (result[:, :hidden].contiguous() if self.config.taps else result), tapped
+        return (result[:, :hidden].contiguous() if tapped.shape[1] else result), tapped
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns what the first layer reads of tokens, [num_tokens, hidden]."""
@@ -203,11 +203,12 @@ class Decoder:
         routed: torch.Tensor | None = None
         router_rows: torch.Tensor | None = None
         tapped: list[torch.Tensor] = []
+        taps = config.taps if metadata.is_tapped else ()
         for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
             kv_cache = kv_caches[source]
-            if index in config.taps:
+            if index in taps:
                 tapped.append(residual.clone())
             group, window = metadata.of_group(0 if place is None else place.group), sliding_window
             if config.windows_are_chunks and window is not None and place is not None:
@@ -265,7 +266,7 @@ class Decoder:
                 assert inputs is not None
                 residual.add_(add_own_input(layer.own_input, residual, inputs[index], config, self._kernels))
             normed = self._norm(residual.mul_(layer.scalar), next_norm)
-        if config.num_layers in config.taps:
+        if config.num_layers in taps:
             tapped.append(residual)
         return torch.cat((normed, *tapped), dim=-1) if tapped else normed
 

@@ -50,5 +50,11 @@ class JaxDraftRunner:
             results += [token if code == OK else None for token, code in pairs]
         return results
 
+    def keep_hidden_states(self, keeps: bool) -> None:
+        """Does nothing: there are no draft heads on TPUs."""
+
+    def take_keeping_seconds(self) -> float:
+        return 0.0
+
     def measure(self) -> StepTimes:
         return measure_steps(self.model)

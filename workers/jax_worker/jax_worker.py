@@ -31,6 +31,7 @@ from manta.workers.jax_worker.step_times import measure_steps
 from manta.workers.kv_groups import one_group
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
+from manta.workers.models.attention_growth import even_context
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.variants import check_draft_model, check_variants
 from manta.workers.option_support import check_options
@@ -140,6 +141,7 @@ class JaxWorker:
             load_phases=phases.seconds,
             adapters={} if self.adapters is None else self.adapters.loaded,
             is_asynchronous=is_tpu(mesh),
+            even_context=even_context(model_config),
         )
         logger.info("loaded %s in %.1f s on %s", folder, self.info.load_seconds, mesh)
 

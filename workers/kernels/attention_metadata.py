@@ -60,6 +60,8 @@ class AttentionMetadata:
     """The recurrent states that the step reads and writes; None for models without."""
     adapters: AdapterRows | None = None
     """The rows with adapters; None if no row has one."""
+    is_tapped: bool = True
+    """Whether the step gives out the residual streams of `ModelConfig.taps`. Steps that a graph may run always do."""
 
     def of_group(self, group: int) -> AttentionMetadata:
         """Returns the metadata for the layers of a group."""
@@ -141,6 +143,7 @@ class AttentionMetadata:
             total_context_len=int(context_lens.sum()),
             shared_prefixes=find_shared_prefixes(tokens) if tokens.may_share else None,
             adapters=tokens.adapters,
+            is_tapped=tokens.is_tapped,
         )
         if tokens.states:
             step.states = RecurrentStep.build(starts.tolist(), query_lens.tolist(), tokens.states)

@@ -183,6 +183,8 @@ class FusedLayers:
         ends = [*(tap for tap in config.taps if 0 < tap < len(weights.layers)), len(weights.layers)]
         self._parts = [(start, end, _address(norms[end])) for start, end in zip([0, *ends], ends, strict=False)]
         """The first layer of each call, the one after its last, and the address of the norm after that."""
+        self._whole = [(0, len(weights.layers), _address(weights.final_norm))]
+        """The same for steps without taps."""
         self._kv_caches: KVCaches | None = None
         self._tables: RotaryTables | None = None
         self._memory = KeptMemory()
@@ -238,11 +240,12 @@ class FusedLayers:
             begin(metadata)
         library = _library()
         assert library is not None
-        tapped = [residual.clone()] if 0 in self._taps else []
-        for start, end, norm in self._parts:
+        taps, parts = (self._taps, self._parts) if metadata.is_tapped else ((), self._whole)
+        tapped = [residual.clone()] if 0 in taps else []
+        for start, end, norm in parts:
             first = ctypes.byref(self._layers[start])
             library.manta_decoder(self._shape, first, end - start, norm, step, buffers, output.data_ptr())
-            if end in self._taps:
+            if end in taps:
                 tapped.append(residual.clone())
         for raise_error in self._raise_errors:
             raise_error()

@@ -183,7 +183,8 @@ class Forward(Protocol):
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]. With `ModelConfig.taps` the residual stream before
-        each of these layers follows in a row: [num_tokens, (1 + len(taps)) * hidden].
+        each of these layers follows in a row: [num_tokens, (1 + len(taps)) * hidden]. `AttentionMetadata.is_tapped` may
+        say that nobody reads these.
 
         `residual` holds the embedded tokens, and may be overwritten. The same list of tables is the same numbers in the
         same memory. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own (Gemma 4), or the

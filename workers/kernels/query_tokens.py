@@ -32,6 +32,8 @@ class QueryTokens(NamedTuple):
     """The slots of recurrent states of each sequence; empty for a model without such states."""
     adapters: AdapterRows | None = None
     """The rows with adapters; None if no sequence has one."""
+    is_tapped: bool = True
+    """Whether the step has to give out the residual streams of `ModelConfig.taps`."""
 
     @classmethod
     def measuring(cls, num_tokens: int, block_size: int, has_states: bool) -> QueryTokens:

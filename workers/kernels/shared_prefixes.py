@@ -21,6 +21,8 @@ MAX_QUERY_LEN = 8
 """Most query tokens of a member, the kernels' `SHORT_QUERY`. A longer query has enough rows to pay for packing the keys
 itself.
 """
+FIRST_BLOCKS = 256
+"""Leading blocks by which all sequences of a step are compared at first; 4,096 tokens in blocks of 16."""
 MEMBER_COST_KEYS = 116
 """Cost for a member of joining a group (its state is written and read once), as a number of keys that could be packed
 in that time. With it 4 or 8 members over 128 keys, which would lose, do not become a group, while 16 over 128 and 2
@@ -64,24 +66,55 @@ def find_shared_prefixes(tokens: QueryTokens) -> SharedPrefixes | None:
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
     if len(rows) < 2:
         return None
-    usable = starts[rows] // block_size  # blocks
-    tables = block_tables[rows, : usable.max()].copy()
-    tables[np.arange(tables.shape[1]) >= usable[:, None]] = -1
-    order = np.argsort(tables.view(f"V{tables.itemsize * tables.shape[1]}").ravel())
-    tables, usable = tables[order], usable[order]
-    differs = tables[1:] != tables[:-1]
-    equal = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
-    shared = np.minimum(equal, np.minimum(usable[1:], usable[:-1])) * block_size // PREFIX_MULTIPLE * PREFIX_MULTIPLE
+    order, equal = _neighbours(block_tables, rows, starts[rows] // block_size)
+    shared = equal * block_size // PREFIX_MULTIPLE * PREFIX_MULTIPLE
     groups = _best_groups(shared.tolist())
     if not groups:
         return None
-    members = [np.sort(rows[order[group.members]]) for group in groups]
+    members = [np.sort(order[group.members]) for group in groups]
     group_start = np.cumsum([0, *map(len, members)], dtype=np.int32)
     return SharedPrefixes(
         group_start=torch.from_numpy(group_start),
         members=torch.from_numpy(np.concatenate(members).astype(np.int32)),
         prefix_lens=torch.tensor([group.prefix_len for group in groups], dtype=torch.int32),
     )
+
+
+def _neighbours(tables: np.ndarray, rows: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `rows` in an order in which those that begin alike are neighbours, and the number of leading blocks that
+    each has in common with the next one, int [len(rows) - 1]. Of row `rows[i]` of `tables` the first `usable[i]` blocks
+    count.
+
+    The first `FIRST_BLOCKS` columns are compared for all rows, and further ones only for rows that had no difference
+    from a neighbour so far. So the cost does not follow the longest context of the step.
+    """
+    order, equal = np.arange(len(rows)), np.zeros(len(rows) - 1, dtype=np.int64)
+    places, classes = order.copy(), np.zeros(len(rows), dtype=np.int64)
+    first, width = 0, FIRST_BLOCKS
+    while True:
+        among = order[places]
+        width = min(width, int(usable[among].max()) - first)
+        keys = np.empty((len(among), 1 + width), dtype=np.int32)
+        keys[:, 0] = classes.astype(">i4").view(np.int32)  # compared as bytes, in which the first is the highest
+        keys[:, 1:] = tables[rows[among], first : first + width]
+        keys[:, 1:][np.arange(first, first + width) >= usable[among][:, None]] = -1
+        by_key = np.argsort(keys.view(f"V{keys.itemsize * keys.shape[1]}").ravel())
+        keys, among = keys[by_key], among[by_key]
+        order[places] = among
+        differs = keys[1:] != keys[:-1]
+        alike = first + np.where(differs.any(1), differs.argmax(1) - 1, width)
+        alike = np.minimum(alike, np.minimum(usable[among][1:], usable[among][:-1]))
+        is_pair = ~differs[:, 0]
+        equal[places[:-1][is_pair]] = alike[is_pair]
+        first += width
+        goes_on = is_pair & (alike >= first)
+        stays = np.zeros(len(among), dtype=bool)
+        stays[:-1] |= goes_on
+        stays[1:] |= goes_on
+        if not stays.any() or int(usable[among[stays]].max()) <= first:
+            return rows[order], equal
+        classes = np.cumsum(np.concatenate(([True], ~goes_on)))[stays]
+        places, width = places[stays], 4 * width
 
 
 @dataclasses.dataclass(slots=True)

@@ -22,6 +22,12 @@ from manta.workers.step import RowError, SequenceStart, StepInput
 logger = logger_of(__name__)
 
 
+RAGGED_ENTRIES = 1 << 18
+"""Entries of a step's block tables, those after the ends of the sequences included, from which tables of sequences of
+very different lengths are copied one by one. One sequence of 128k tokens would otherwise make all tables as wide.
+"""
+
+
 class PromptTargets(NamedTuple):
     """Prompt tokens of a step's chunk whose log-probabilities a sequence requested."""
 
@@ -151,8 +157,14 @@ class RankSequences:
 
     def _tables(self, tables: np.ndarray, sequence_ids: Sequence[int]) -> np.ndarray:
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
-        width = max([self._num_blocks[row] for row in rows])
-        return tables[:, :width][np.array(rows)]
+        counts = [self._num_blocks[row] for row in rows]
+        width = max(counts)
+        if len(rows) * width < RAGGED_ENTRIES or 2 * sum(counts) > len(rows) * width:
+            return tables[:, :width][np.array(rows)]
+        ragged = np.zeros((len(rows), width), dtype=tables.dtype)  # its pages are mapped where they are written
+        for to, row, count in zip(ragged, rows, counts, strict=True):
+            to[:count] = tables[row, :count]
+        return ragged
 
     def adapter_keys(self, sequence_ids: Sequence[int]) -> list[AdapterKey | None]:
         """Returns the adapters of sequences, None for one without; an empty list if none has one."""

@@ -211,6 +211,16 @@ class DraftRunner(Protocol):
         """
         ...
 
+    def keep_hidden_states(self, keeps: bool) -> None:
+        """Says whether the target's next steps keep the hidden states that a head reads; at first they do. Without
+        them, steps compute as if there were no head.
+        """
+        ...
+
+    def take_keeping_seconds(self) -> float:
+        """Returns the seconds that the host spent since the last call on keeping hidden states."""
+        ...
+
     def measure(self) -> StepTimes:
         """Measures steps of several sizes. Called before anything is cached."""
         ...

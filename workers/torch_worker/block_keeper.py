@@ -72,7 +72,7 @@ class BlockKeeper:
         self._states = [tensor for tensors in states for tensor in tensors]
         self._num_groups = num_groups
         self.hidden_states: torch.Tensor | None = None
-        """Hidden states that a draft head reads (`ModelRunner.keep_hidden_states`), zeros in restored blocks."""
+        """Hidden states that a draft head reads (`ModelRunner.make_room_for_hidden`), zeros in restored blocks."""
         self._writer = _Writer(store)
         weakref.finalize(self, self._writer.put, None)
 

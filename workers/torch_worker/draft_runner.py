@@ -32,6 +32,7 @@ class TorchDraftRunner:
         self.model = draft.model
         self._config = draft.config
         self._platform = target.platform
+        self._target = target
         self._sequences = target.sequences
         block_size, num_blocks = self._sequences.block_size, target.kv_cache.shape[2]
         self._num_blocks = num_blocks
@@ -40,7 +41,7 @@ class TorchDraftRunner:
         """The hidden states that a draft head reads, [num_slots, hidden], where the target's runner writes them."""
         if draft.config.is_draft_head:
             own = (draft.config.hidden_size, draft.model.fuse) if isinstance(draft.model, Eagle3Head) else None
-            kept = target.keep_hidden_states(draft.dtype, own)
+            kept = target.make_room_for_hidden(draft.dtype, own)
             self._hidden_states = kept.flatten(0, 3)
             self._layers = draft_head_caches(kv_cache, kept)
             return  # on a GPU the head's layer runs kernel by kernel
@@ -89,6 +90,13 @@ class TorchDraftRunner:
         token_ids, status = self._platform.sampler.draw(logits, sequences, positions, state)
         pairs = zip(token_ids.tolist(), status.tolist(), strict=True)
         return [token_id if code == OK else None for token_id, code in pairs]
+
+    def keep_hidden_states(self, keeps: bool) -> None:
+        self._target.keeps_hidden = keeps
+
+    def take_keeping_seconds(self) -> float:
+        seconds, self._target.keeping_seconds = self._target.keeping_seconds, 0.0
+        return seconds
 
     def measure(self) -> StepTimes:
         sizes = self._num_blocks, self._sequences.block_size

@@ -8,6 +8,7 @@ are in `workers/ranks/rank_sequences.py`.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -78,13 +79,17 @@ class ModelRunner:
         none.
         """
         self._fuse: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """The function of `keep_hidden_states`."""
+        """The function of `make_room_for_hidden`."""
+        self.keeps_hidden = True
+        """Whether steps write to `hidden_states`, if there is room for them."""
+        self.keeping_seconds = 0.0
+        """Seconds that the host spent on that."""
         self.reset()
 
-    def keep_hidden_states(
+    def make_room_for_hidden(
         self, dtype: torch.dtype, fuse: tuple[int, Callable[[torch.Tensor], torch.Tensor]] | None = None
     ) -> torch.Tensor:
-        """Makes every step keep hidden states, in `dtype`, beside the keys and values of the first group: its final
+        """Makes steps keep hidden states, in `dtype`, beside the keys and values of the first group: its final
         ones, or the width of others and a function that makes them of what `Decoder.forward_tapped` returns beside
         these. Returns the room for them, as `allocate_hidden` does. Called before the first step.
         """
@@ -133,16 +138,20 @@ class ModelRunner:
             sequences.other_tables(members) if sequences.num_groups > 1 else (),
             step.states,
             self._adapter_rows(members, lens),
+            is_tapped=self.keeps_hidden,
         )
         metadata = self.platform.build_metadata(tokens)
+        if self.hidden_states is None or not self.keeps_hidden:
+            return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
         if self._fuse is None:
-            hidden = kept = self.model.forward(self._token_ids(step), metadata, self.kv_layers)
+            hidden = tapped = self.model.forward(self._token_ids(step), metadata, self.kv_layers)
         else:
             assert isinstance(self.model, Decoder), "only a native model has layers between which a head reads"
             hidden, tapped = self.model.forward_tapped(self._token_ids(step), metadata, self.kv_layers)
-            kept = self._fuse(tapped)
-        if self.hidden_states is not None:
-            self.hidden_states.flatten(0, 3)[metadata.slot_mapping] = kept
+        started = time.perf_counter()
+        kept = tapped if self._fuse is None else self._fuse(tapped)
+        self.hidden_states.flatten(0, 3)[metadata.slot_mapping] = kept
+        self.keeping_seconds += time.perf_counter() - started
         return hidden
 
     def _adapter_rows(self, members: list[int], lens: np.ndarray) -> AdapterRows | None:

@@ -23,6 +23,7 @@ from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.model_info import AdapterInfo, ModelInfo
 from manta.workers.model_options import ModelOptions
+from manta.workers.models.attention_growth import even_context
 from manta.workers.models.model_config import DEPENDING_ON_CONTEXT, ModelConfig
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.phases import Phases
@@ -230,6 +231,7 @@ def _model_info(
         adapters=adapters,
         is_asynchronous=platform.runs_ahead,
         prefix_store=prefix_store,
+        even_context=even_context(source.config),
     )
 
 

@@ -17,6 +17,11 @@ LATE_SHARE = 0.5
 all, leaving costs less than a restart.
 """
 
+SHORT_CONTEXT = 2048
+"""Tokens of context up to which attention takes a small part of a step. Steps over shorter contexts count as over this
+one.
+"""
+
 STEP_HANGS = "a step of the engine hangs: it takes far longer than those before it"
 """The error by which a replica tells Serve that a step hangs, so that Serve ends the process."""
 
@@ -38,32 +43,40 @@ USUAL_TIMES = StepTimes()
 
 
 class StepDeadline:
-    """Derives deadlines from recent steps, grouped by size: their number of tokens rounded up to a power of two."""
+    """Derives deadlines from recent steps, grouped by size: their number of tokens and their longest context, both
+    rounded up to a power of two.
+    """
 
     def __init__(self, times: StepTimes = USUAL_TIMES) -> None:
         self.times = times
-        self._recent: dict[int, deque[float]] = {}
+        self._recent: dict[tuple[int, int], deque[float]] = {}
         self._is_first = False
 
     def restart(self) -> None:
         """Notes that new processes run the steps from now on."""
         self._is_first = True
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
+    def learn(self, num_tokens: int, seconds: float, context: int = 0) -> None:
         self._is_first = False
-        self._recent.setdefault(_size(num_tokens), deque(maxlen=NUM_RECENT)).append(seconds)
+        size = _size(num_tokens), _size(max(context, SHORT_CONTEXT))
+        self._recent.setdefault(size, deque(maxlen=NUM_RECENT)).append(seconds)
 
-    def seconds(self, num_tokens: int) -> float:
-        """Returns the deadline in seconds for a step of `num_tokens`.
+    def seconds(self, num_tokens: int, context: int = 0) -> float:
+        """Returns the deadline in seconds for a step of `num_tokens`, whose longest context has `context` tokens.
 
-        Assumes that a step takes at most as long as a step of more tokens, and at most as long for each token as a
-        smaller step.
+        Assumes that a step takes at most as long as a step of more tokens over longer contexts, at most as long for
+        each token as a smaller step, and at most as long for each token of context as one over a shorter context. A
+        prompt whose beginning is cached may go from a short context to a long one at once; for the context alone the
+        deadline does not exceed `StepTimes.unknown_s`.
         """
         if not self._recent:
             return self.times.unknown_s
-        size = _size(num_tokens)
-        bounds = [max(recent) * max(1.0, size / known) for known, recent in self._recent.items()]
-        return max(self.times.first_s if self._is_first else self.times.shortest_s, FACTOR * min(bounds))
+        size, length = _size(num_tokens), _size(max(context, SHORT_CONTEXT))
+        bounds = []
+        for (known, known_length), recent in self._recent.items():
+            bound = FACTOR * max(recent) * max(1.0, size / known)
+            bounds.append(max(bound, min(bound * length / known_length, self.times.unknown_s)))
+        return max(self.times.first_s if self._is_first else self.times.shortest_s, min(bounds))
 
 
 def _size(num_tokens: int) -> int:
@@ -72,6 +85,7 @@ def _size(num_tokens: int) -> int:
 
 class _StepUnderWay(NamedTuple):
     num_tokens: int
+    context: int
     started: float
     """Time on `time.monotonic`'s clock."""
     deadline_s: float
@@ -89,15 +103,17 @@ class StepWatch:
         self._oldest: _StepUnderWay | None = None
         """The first of them, for other threads."""
 
-    def begin(self, num_tokens: int) -> None:
-        self._under_way.append(_StepUnderWay(num_tokens, time.monotonic(), self.deadline.seconds(num_tokens)))
+    def begin(self, num_tokens: int, context: int = 0) -> None:
+        """Notes the begin of a step of `num_tokens`, whose longest context has `context` tokens."""
+        deadline_s = self.deadline.seconds(num_tokens, context)
+        self._under_way.append(_StepUnderWay(num_tokens, context, time.monotonic(), deadline_s))
         self._oldest = self._under_way[0]
 
     def end(self) -> None:
         """Notes the end of the oldest step."""
         step = self._under_way.popleft()
         if step.num_tokens:
-            self.deadline.learn(step.num_tokens, time.monotonic() - step.started)
+            self.deadline.learn(step.num_tokens, time.monotonic() - step.started, step.context)
         self._oldest = self._under_way[0] if self._under_way else None
 
     def forget(self) -> None:

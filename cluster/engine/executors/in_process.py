@@ -52,7 +52,7 @@ class InProcessExecutor(SynchronousExecutor):
         return _DeviceCall(self)
 
     def execute(self, step: StepInput) -> None:
-        self.watch.begin(step.num_tokens)
+        self.watch.begin(step.num_tokens, step.prefill_context)
         self.worker.execute(step)
 
     def is_computing(self) -> bool:

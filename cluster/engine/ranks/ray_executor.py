@@ -111,8 +111,8 @@ class RayExecutor(SynchronousExecutor):
         """Whether rank 0 was asked to report the end of the last step's forward pass."""
         self._step: StepInput | None = None
         """The step whose `Sample` is still to be sent, or None."""
-        self._num_tokens = 0
-        """Number of tokens of the last step."""
+        self._size = 0, 0
+        """Tokens and longest context of the last step, as `StepDeadline` counts them."""
         self._late_at = math.inf
         """Time at which the step under way counts as late; infinite between two steps."""
         for name, factory in self._factories.items():
@@ -141,8 +141,8 @@ class RayExecutor(SynchronousExecutor):
 
     def execute(self, step: StepInput) -> None:
         self._started = time.monotonic()
-        self._step, self._num_tokens, self._is_asked = step, step.num_tokens, False
-        self._late_at = self._started + LATE_SHARE * self.deadline.seconds(step.num_tokens)
+        self._step, self._size, self._is_asked = step, (step.num_tokens, step.prefill_context), False
+        self._late_at = self._started + LATE_SHARE * self.deadline.seconds(*self._size)
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
 
     def is_computing(self) -> bool:
@@ -150,7 +150,7 @@ class RayExecutor(SynchronousExecutor):
             if not self._is_asked:
                 self._is_asked = True
                 self._ranks.ask(Ping(), 0)
-            is_late = time.monotonic() - self._started > self.deadline.seconds(self._num_tokens)
+            is_late = time.monotonic() - self._started > self.deadline.seconds(*self._size)
             return self._ranks.owes(0) and not is_late
         except RankLost:  # `sample` raises it again
             return False
@@ -161,10 +161,11 @@ class RayExecutor(SynchronousExecutor):
             raise RuntimeError("sample() was called without an execute() before it")
         self._ranks.ask(Sample(None if masks is None else PackedMasks.of(masks)), 0)
         self._step = None
-        output, *others = _outputs(self._ranks.collect(self.deadline.seconds(self._num_tokens)))
+        output, *others = _outputs(self._ranks.collect(self.deadline.seconds(*self._size)))
         self._late_at = math.inf
         if step.scheduled:
-            self.deadline.learn(self._num_tokens, time.monotonic() - self._started)
+            num_tokens, context = self._size
+            self.deadline.learn(num_tokens, time.monotonic() - self._started, context)
         self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
         self._adopted = output.adopted
         return output
@@ -267,7 +268,7 @@ class RayExecutor(SynchronousExecutor):
             if self._step is not None:
                 self._ranks.ask(Sample(), 0)
             self._step = None
-            self._ranks.collect(self.deadline.seconds(self._num_tokens))
+            self._ranks.collect(self.deadline.seconds(*self._size))
             self._late_at = math.inf
             self._adopted = {}
             self._tell(Reset(), *self._ranks.all)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from manta.cluster import hub_pull
 from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_arguments
 from manta.cluster.chat.reasoning import detect_reasoning
@@ -26,6 +27,8 @@ from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.prompts import encode_all
 from manta.cluster.http.exchange.state import AppState
+from manta.cluster.hub_pull import PullOrder, hub_id_of
+from manta.cluster.operated_models import new_entry
 from manta.cluster.protocol.ollama import (
     API_VERSION,
     LATEST,
@@ -185,19 +188,50 @@ async def delete(state: AppState, exchange: Exchange, body: OllamaDeleteRequest)
 
 
 async def pull(state: AppState, exchange: Exchange, body: OllamaPullRequest) -> OllamaStatus | None:
-    """Says that a model is here, if it is. Refuses others, because no request makes this server download anything."""
-    name = body.name.removesuffix(LATEST)
+    """Says that a model is here, if it is. Downloads others for operators, if the configuration names hosts for it, and
+    serves them on demand.
+    """
+    name, lines = body.name.removesuffix(LATEST), _pulled_already()
     try:
         state.models.find(name, exchange.caller).admission.check_model(name)
     except ServingError as error:
-        cause = "this server downloads no models for its clients"
-        remedy = "put its files below model_roots on the server, and run there: manta models add NAME=FOLDER"
-        raise error_of(Refusal("unsupported", "model", body.name, remedy=remedy, cause=cause)) from error
+        if not state.config.pull_hosts:
+            cause = "this server downloads no models for its clients"
+            remedy = "put its files below model_roots on the server, and run there: manta models add NAME=FOLDER"
+            raise error_of(Refusal("unsupported", "model", body.name, remedy=remedy, cause=cause)) from error
+        state.admission.check_operator(exchange.caller)
+        lines = _pulled(state, name)
+        exchange.hand_over()  # a download has no deadline
     if not body.stream:
+        async for _ in lines:
+            pass
         return OllamaStatus("success")
-    lines = b"".join(encode(OllamaStatus(status)) + LINES.after for status in ("pulling manifest", "success"))
-    await exchange.reply.send_body(lines, LINES.media_type)
+    await exchange.reply.stream((encode(status) + LINES.after async for status in lines), _Pulling(), LINES)
     return None
+
+
+class _Pulling:
+    """What makes the lines of a pull."""
+
+    def close(self) -> None:
+        """Does nothing, because the download ends with the iteration over its lines."""
+
+
+async def _pulled_already() -> AsyncIterator[OllamaStatus]:
+    for status in ("pulling manifest", "success"):
+        yield OllamaStatus(status)
+
+
+async def _pulled(state: AppState, name: str) -> AsyncIterator[OllamaStatus]:
+    """Downloads a model of a hub id and adds it. Yields how far that is."""
+    models, hub_id = changed_models(state), hub_id_of(name)
+    folder = None
+    async for line in hub_pull.pull(PullOrder(hub_id, state.config.pull_hosts, state.config.max_pull_bytes)):
+        folder = line.folder
+        yield OllamaStatus(line.status, line.digest, line.total, line.completed)
+    fields = {"name": hub_id, "aliases": [name] * (name != hub_id), "on_demand": True, "engine": {"model": folder}}
+    await models.add(new_entry(fields, state.config.engine))
+    yield OllamaStatus("success")
 
 
 def _capabilities(pooling: PoolingInfo | None) -> list[str]:

@@ -283,11 +283,12 @@ class CompletionAnswer:
             )
             for index in range(len(self._begun))
         ]
+        texts: list[list[str]] = [[] for _ in choices]
         num_logprobs = 0
         generation = self._read(generation)
         async for event in generation:
             choice = choices[event.index]
-            choice.text += self._text(event)
+            texts[event.index].append(self._text(event))
             if choice.token_ids is not UNSET:
                 choice.token_ids += event.token_ids
             num_new = _num_logprobs(event)
@@ -297,6 +298,8 @@ class CompletionAnswer:
                 choice.logprobs.extend(logprobs)
             if event.finish is not None:
                 choice.finish_reason, choice.stop_reason = event.finish.value, event.stop_reason
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
         return await _perhaps_aside(num_logprobs, self._body, choices, usage_info(generation.usages))
 
     def _body(self, choices: list[responses.CompletionChoice], usage: UsageInfo) -> bytes:

@@ -44,6 +44,10 @@ TAKEOVER_PHASES = ("notice", "place", "prepare", "queue", "compute", "deliver")
 - the steps that compute its prompt and the output so far again, and draw the next token,
 - from there until the ingress has that token.
 """
+WATCHED_STATUSES = ("200", "429", "500", "503")
+"""HTTP statuses whose counts are 0 before the first such answer: a rate is taken from the second sample on, so that of
+a counter that begins at its first failures these would be missing.
+"""
 _GRAMMAR_POOL = (
     ("num_sessions", "sessions", "Running sequences with a grammar."),
     ("num_slots_in_use", "slots_in_use", "Mask slots in use."),
@@ -139,6 +143,8 @@ class Metrics:
             ["model_name", *replica_label, "status"],
             registry=self._own,
         )
+        for status in WATCHED_STATUSES:
+            self._answers.labels(*self._labels(replica), status)
         self._unrouted = Counter(
             "manta:unrouted_requests",
             "Requests that no route took, by status: unknown paths and methods, and refused Origins and Hosts.",

@@ -96,6 +96,14 @@ class EventIds:
             number += 1
 
 
+class Closing(Protocol):
+    """What makes a stream's events."""
+
+    def close(self) -> None:
+        """Is called when the last event was made, however that was."""
+        ...
+
+
 class GenerationReply(Protocol):
     """The part of a reply that a generation needs."""
 
@@ -154,7 +162,7 @@ class Reply:
         self._id_header = [(b"x-request-id", request_id.encode("latin-1"))] if returns_id else []
         self._send = send
 
-    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
+    async def stream(self, events: AsyncIterator[bytes], generation: Closing, form: StreamForm = EVENTS) -> None:
         """Sends the parts of a stream in their `form`; an error after the first part becomes a part of its own.
 
         Events are taken from the engine as they come, whether or not the client reads. Events with ids can be read
@@ -245,7 +253,7 @@ def not_enforced_header(demands: Sequence[str]) -> bytes:
     return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()
 
 
-async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Generation) -> None:
+async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Closing) -> None:
     try:
         async for event in events:
             await buffer.put(event)

@@ -7,7 +7,7 @@ server protocol of the Gateway API Inference Extension says (proposal 003).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -26,16 +26,36 @@ SAME_MEANING = frozenset(
 """Metrics that vLLM has under the same name and with the same meaning. Some have more labels here."""
 
 
+LOAD = frozenset({"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"})
+"""Gauges by which a gateway chooses the server with the least load. While no engine of a model answers, they would be 0
+and draw requests to it, so they are left out; gateways take that for a load that they do not know.
+"""
+
+
 def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
     """Yields copies of the metrics that vLLM has too, under its names."""
     by_name = {family.name.removeprefix(OWN): family for family in families}
+    unknown = _models_without_an_answer(by_name)
     num_blocks = sum(sample.value for sample in by_name[NUM_BLOCKS].samples)
     for name in sorted(SAME_MEANING & by_name.keys()):
         family = by_name[name]
         more = {"num_gpu_blocks": f"{num_blocks:.0f}"} if name == CACHE_CONFIG else {}
         copy = Metric(f"{VLLM}{name}", family.documentation, family.type)
-        copy.samples = [_renamed(sample, more) for sample in family.samples]
+        copy.samples = [
+            _renamed(sample, more)
+            for sample in family.samples
+            if name not in LOAD or sample.labels["model_name"] not in unknown
+        ]
         yield copy
+
+
+def _models_without_an_answer(families: Mapping[str, Metric]) -> set[str]:
+    """Returns the models of which engines should serve and none does. One that needs none has no load."""
+    serving, wanted = (
+        {sample.labels["model_name"]: sample.value for sample in families[name].samples}
+        for name in ("engines_serving", "engines_wanted")
+    )
+    return {model for model, number in wanted.items() if number and not serving[model]}
 
 
 def _renamed(sample: Sample, more: dict[str, str]) -> Sample:

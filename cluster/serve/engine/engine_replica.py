@@ -72,6 +72,10 @@ CONSTRAINTS_START_S = 30.0
 """Seconds that the compiler of constraints and the grammar workers may take to start before the engine serves without
 them.
 """
+QUIET_CHECKS = 10
+"""Checks of its health, about a second apart, in which an engine that requests wait for prepares no constraints before
+its first request. Serve makes the first two within milliseconds, and what begins then would hold that request up.
+"""
 START_POLL_S = 0.02
 """Seconds between two looks whether a grammar worker has started."""
 ROOM_POLL_S = 0.05
@@ -94,7 +98,8 @@ class EngineReplica:
 
     With `is_alone` there is no other replica to choose, so ingresses are not told which blocks the prefix cache holds.
     With `is_awaited` requests wait for the start already. What constraints need is then made when the first constraint
-    comes, or when nothing runs: for a large vocabulary it keeps the interpreter busy for a second.
+    comes, or when nothing runs after the first request: for a large vocabulary it keeps the interpreter busy for a
+    second.
     """
 
     def __init__(
@@ -157,6 +162,8 @@ class EngineReplica:
         """Calls of `generate` and `generate_group` that have not returned."""
         self._beating: asyncio.Task[None] | None = None
         self._is_warm = False
+        self._num_quiet_checks = QUIET_CHECKS
+        """Checks of health that are left until constraints are prepared although no request has come."""
         if not is_awaited:
             self._warm_up(has_siblings())
         self._phases.end(WARM_UP)
@@ -208,6 +215,7 @@ class EngineReplica:
 
     async def _run(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
         self._loop = asyncio.get_running_loop()
+        self._num_quiet_checks = 0
         if self._thread.failure is not None:
             raise EngineFailed(self._thread.failure)
         await self._sender.connect(address)
@@ -392,7 +400,9 @@ class EngineReplica:
             self._phases.end(FIRST_HEALTH)
             say("{}", start_line(self._phases.seconds), flush=True)
         elif not self._is_warm and not self._calls:
-            self._warm_up(others_serve=False)
+            self._num_quiet_checks -= 1
+            if self._num_quiet_checks < 0:
+                self._warm_up(others_serve=False)
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
         if self._adapters is not None:

@@ -219,7 +219,8 @@ class Fleet:
         listed = changes.placed(self._on_demand)
         removed = {application_name(self._address, name): name for name in changes.removed}
         leaving = frozenset(removed[each.application] for each in found if each.application in removed)
-        return with_unloaded(found, (model for model in listed if model.on_demand)), leaving
+        failed = {name: load.reason for name, load in changes.failed.items()}
+        return with_unloaded(found, (model for model in listed if model.on_demand), failed), leaving
 
     def _is_new(self, name: str, found: FoundModel) -> bool:
         """Returns whether a model is not in the table as it was found: it comes, it has other engines, or all its

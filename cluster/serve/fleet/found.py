@@ -39,6 +39,10 @@ class Announcement(msgspec.Struct, frozen=True):
     """Whether the loader of the address has deployed the engines (`loader.py`), and not an operator."""
 
 
+# msgspec (0.22) describes a type when it is first used. Two threads that do so at the same time end the process.
+msgspec.json.Decoder(Announcement)
+
+
 class FoundModel(msgspec.Struct, frozen=True):
     """One model of an address."""
 
@@ -100,14 +104,21 @@ def models_among(applications: Mapping[str, Any], address: str, served: Collecti
     return found
 
 
-def with_unloaded(found: Iterable[FoundModel], models: Iterable[ServedModel]) -> list[FoundModel]:
+def with_unloaded(
+    found: Iterable[FoundModel], models: Iterable[ServedModel], failed: Mapping[str, str]
+) -> list[FoundModel]:
     """Returns the models of an address with those of `models` that have no application now. A model one of whose names
-    another one has is left out.
+    another one has is left out. `failed` has the reasons of models whose last load has failed, by name.
     """
     every = list(found)
     taken = {name for each in every for name in names_of(each.model)}
     unloaded = (model for model in models if taken.isdisjoint(names_of(model)))
-    return [*every, *(FoundModel("", model, Condition("unloaded"), is_settled=True) for model in unloaded)]
+    return [*every, *(FoundModel("", model, _without_engines(model, failed), is_settled=True) for model in unloaded)]
+
+
+def _without_engines(model: ServedModel, failed: Mapping[str, str]) -> Condition:
+    reason = failed.get(model.model_name)
+    return Condition("unloaded") if reason is None else Condition("failed", reason)
 
 
 def names_of(model: ServedModel) -> tuple[str, ...]:

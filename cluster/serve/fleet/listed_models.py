@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from manta.cluster.config import ServedModel
-from manta.cluster.serve.fleet.model_changes import ChangesRegistry, ModelChange, ModelChanges
+from manta.cluster.serve.fleet.model_changes import ChangesRegistry, FailedLoad, ModelChange, ModelChanges
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -62,7 +62,20 @@ class ListedModels:
 
     async def undo(self, before: ModelChanges) -> None:
         """Makes the changes again what they were."""
-        await self._keep(ModelChanges(self._changes.version + 1, before.of))
+        await self._keep(ModelChanges(self._changes.version + 1, before.of, before.failed))
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """The reasons of the models on demand whose last load has failed, by name."""
+        return {name: load.reason for name, load in self._changes.failed.items()}
+
+    async def note_failed(self, name: str, reason: str) -> None:
+        """Keeps the reason why a model of the list has failed, until it is changed or loads again."""
+        await self._keep(self._changes.with_failed(name, FailedLoad(self.entries[name], reason)))
+
+    async def forget_failed(self, name: str) -> None:
+        """Forgets that a model has failed."""
+        await self._keep(self._changes.with_failed(name, None))
 
     async def _keep(self, changes: ModelChanges) -> None:
         self.is_read = False

@@ -2,9 +2,10 @@
 the one place that all ingresses of an address ask.
 
 Serve's state says what is loaded, because each loaded model is an application (`found.py`). Ray's store has what
-operators have changed of the list (`model_changes.py`). The loader itself only knows who waits, so that one that
-replaces it goes on with what these tell. `holds.py` is the side of the ingresses. They ask for a model that they do not
-hold. The loader makes them let go of a model that is to leave, and deletes its application once no request uses it.
+operators have changed of the list, and which models have failed (`model_changes.py`). The loader itself only knows who
+waits, so that one that replaces it goes on with what these tell. `holds.py` is the side of the ingresses. They ask for
+a model that they do not hold. The loader makes them let go of a model that is to leave, and deletes its application
+once no request uses it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from manta.cluster.errors import ServingError, error_of, refuse
 from manta.cluster.http.exchange.condition import Condition, Stage
 from manta.cluster.operated_models import changed_entry
 from manta.cluster.serve.fleet.found import FoundModel, application_name, names_of
+from manta.cluster.serve.fleet.held_back import HeldBack
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.load_queue import LoadQueue
 from manta.cluster.serve.fleet.loaded_amount import Amount
@@ -38,12 +40,6 @@ LOOKS_IN_LOAD = 16
 """While a model loads that requests wait for, the loader looks again when the load has become longer by this fraction,
 so that a short load is noticed soon and a long one costs few looks.
 """
-RETRY_FAILED_S = 60.0
-"""Seconds after which a request may try again to load a model that has failed. Until then requests are refused with
-its reason, because files and memory rarely change within seconds.
-"""
-RETRY_DEPLOY_S, MAX_RETRY_DEPLOY_S = 2.0, 60.0
-"""Backoff in seconds after a deployment that Serve has refused, and its maximum; each further refusal doubles it."""
 MOST_LOADING_S = 600.0
 """Seconds after which a model that still loads gives its place to others, although requests wait for it: its download
 hangs, no node has room for it, or its engines start again and again.
@@ -59,17 +55,8 @@ class Told(NamedTuple):
     """Models that have an application."""
     leaving: frozenset[str]
     """Applications of models that Serve is deleting."""
-    is_over: bool = False
-    """Whether another loader takes this one's place, or the whole address ends."""
-
-
-class RefusedDeployment(NamedTuple):
-    """A model that Serve did not deploy."""
-
-    num_refusals: int
-    not_before: float
-    """Time of the next attempt in seconds, on the loader's clock."""
-    reason: str
+    is_in_charge: bool = True
+    """False if another loader takes this one's place, if the one before has not ended yet, or if the address ends."""
 
 
 class Deployments(Protocol):
@@ -156,8 +143,7 @@ class Loader:
         """Failed models that an operator loads again."""
         self._updated: set[str] = set()
         """Models that have got their present options here."""
-        self._refused: dict[str, RefusedDeployment] = {}
-        """Models that Serve refused to deploy at the last attempt."""
+        self._held_back = HeldBack(now)
         self._tell_once = functools.lru_cache(maxsize=256)(functools.partial(logger.warning, "%s"))
         """Logs a text unless that was logged lately."""
         self._for_operators: dict[str, asyncio.Task[None]] = {}
@@ -237,10 +223,11 @@ class Loader:
         """Lets the list change in the body of the `async with`, which begins with what Serve and the store tell."""
         async with self._turn:
             told = await self._deployments.look()
-            if told.is_over:
-                raise ConnectionError("this loader of models ends")
+            if not told.is_in_charge:
+                raise ConnectionError("this loader of models is not in charge")
             await self._list.read()
             self._note(told)
+            await self._drop_failed()
             try:
                 yield
             finally:
@@ -268,7 +255,7 @@ class Loader:
             refuse("unfit", cause=in_words(error))
         before = await self._list.change(name, entry, placed, self._found)
         self._end_for_operator(name)
-        self._refused.pop(name, None)
+        self._held_back.release(name)
         is_wanted = not entry.on_demand if found is None else found.model != self._models[name]
         if is_wanted and not self._is_leaving(name):
             try:
@@ -326,8 +313,7 @@ class Loader:
                 await self._wait_for_news(self._retry_s)
             self._news.clear()
             try:
-                await self.step()
-                is_done = True
+                is_done = await self.step()
             except Exception as error:  # the controller may be restarting, and Ray raises many types
                 is_done = False
                 logger.warning("the loader of models tries again: %s", in_words(error))
@@ -346,23 +332,29 @@ class Loader:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    async def step(self) -> None:
-        """Looks at Serve, answers who waits, and makes models leave and load as far as that is possible now."""
+    async def step(self) -> bool:
+        """Looks at Serve, answers who waits, and makes models leave and load as far as that is possible now. Returns
+        False without having done anything if another loader is in charge.
+        """
         await self._ensure_read()
         async with self._turn:
-            await self._decide()
+            told = await self._deployments.look()
+            if told.is_in_charge:
+                self._note(told)
+                await self._decide()
+            else:
+                self._give_up()
+            return told.is_in_charge
 
     async def _decide(self) -> None:
-        told = await self._deployments.look()
-        if told.is_over:
-            self._give_up()
-            return
-        self._note(told)
+        await self._drop_failed()
         await self._follow_options()
         for name in [name for name in self._missing() if not self._is_leaving(name)]:
             await self._start(name)
         for name in [name for name in self._unloading if name in self._found]:
             await self._unload(name)
+        for name in [name for name in self._unloading if name in self._list.failed]:
+            await self._try_again(name)
         self._unloading &= self._found.keys()
         if not self._waiting.wanted(self._found):
             self._closed.clear()
@@ -370,9 +362,9 @@ class Loader:
         await self._make_room()
 
     def _give_up(self) -> None:
-        """Sends who waits to the loader that takes this one's place, so that never two of them decide."""
+        """Sends who waits to the loader that is in charge, so that never two of them decide."""
         for entry in self._waiting:
-            entry.refuse(ConnectionError("this loader of models ends"))
+            entry.refuse(ConnectionError("this loader of models is not in charge"))
         self._unloading.clear()
 
     def _note(self, told: Told) -> None:
@@ -395,7 +387,10 @@ class Loader:
         known = self._models.keys() | self._found.keys()
         self._updated &= known
         self._retried &= known
-        self._refused = {name: each for name, each in self._refused.items() if name in known}
+        self._held_back.keep(known)
+        for name, reason in self._list.failed.items():
+            if name not in self._held_back:  # it failed while another loader was in charge
+                self._held_back.fail(name, reason)
 
     def _is_own(self, found: FoundModel) -> bool:
         """Returns whether the list decides about an application: those that the loader has deployed, and those that the
@@ -411,22 +406,36 @@ class Loader:
         return [name for name in kept if name not in self._found and not self._is_held_back(name)]
 
     def _is_held_back(self, name: str) -> bool:
-        """Returns whether a model is not to be deployed yet, because Serve has just refused it."""
-        refused = self._refused.get(name)
-        return refused is not None and name not in self._retried and self._now() < refused.not_before
+        """Returns whether a model is not to be deployed yet, because Serve has just refused it, or it has failed."""
+        return name not in self._retried and self._held_back.reason(name) is not None
 
     @property
     def _retry_s(self) -> float | None:
         """Seconds until a refused deployment is due again for which no request waits; None if there is none."""
-        waits = [
-            each.not_before - self._now()
-            for name, each in self._refused.items()
-            if name in self._models and (name in self._found or not self._models[name].on_demand)
-        ]
-        return max(0.0, min(waits)) if waits else None
+        kept = [name for name, each in self._models.items() if name in self._found or not each.on_demand]
+        return self._held_back.next_due_s(kept)
 
     def _is_leaving(self, name: str) -> bool:
         return application_name(self._address, name) in self._leaving
+
+    async def _drop_failed(self) -> None:
+        """Keeps the reasons of models on demand that have failed, and deletes their applications. Serve's controller
+        starts the engines of every application once more when it is itself restarted, whether there is room or not.
+        """
+        for name in [name for name in self._found if self._has_failed(name)]:
+            found = self._found[name]
+            if found.model == self._models.get(name):
+                await self._list.note_failed(name, found.condition.reason)
+                self._held_back.fail(name, found.condition.reason)
+            await self._delete(name)
+
+    def _has_failed(self, name: str) -> bool:
+        return self._found[name].model.on_demand and self._stages[name][0] == "failed"
+
+    async def _try_again(self, name: str) -> None:
+        """Forgets that a model has failed."""
+        self._held_back.release(name)
+        await self._list.forget_failed(name)
 
     async def _follow_options(self) -> None:
         """Replaces the engines of loaded models whose options have changed, and unloads models that were removed."""
@@ -451,26 +460,18 @@ class Loader:
 
     async def _answer(self) -> None:
         """Tells those who wait whether their model is loaded or has failed."""
-        failed: set[str] = set()
         for entry in self._waiting:
-            found = self._found.get(entry.name)
-            if found is None and self._is_held_back(entry.name):
-                entry.refuse(_not_started(entry.name, self._refused[entry.name].reason))
+            found, reason = self._found.get(entry.name), self._held_back.reason(entry.name)
+            if found is None and reason is not None and entry.name not in self._retried:
+                entry.refuse(_not_started(entry.name, reason))
             if found is None or entry.loaded.done() or entry.name in self._closed | self._unloading:
                 continue
-            if found.condition.stage == "failed" and self._may_retry(entry.name):
-                failed.add(entry.name)
-            elif found.condition.stage == "failed":
+            if found.condition.stage == "failed":
                 entry.refuse(error_of(found.condition.refusal(entry.name)))
             elif found.condition.stage != "loading":
                 self._granted[entry.name] = self._now()
                 self._retried.discard(entry.name)
                 entry.loaded.set_result(None)
-        for name in failed:
-            await self._delete(name)
-
-    def _may_retry(self, name: str) -> bool:
-        return name in self._retried or self._now() - self._stages[name][1] >= RETRY_FAILED_S
 
     # ---- turns and room --------------------------------------------------------------------------------------------
 
@@ -531,13 +532,15 @@ class Loader:
         """Deploys a model. Returns whether Serve takes it; if not, those who wait for it are refused, and it is left
         out for a while.
         """
+        if name in self._list.failed:
+            await self._list.forget_failed(name)
         self._retried.discard(name)
         try:
             await self._deployments.deploy(self._models[name])
         except Exception as error:  # Serve refuses options, or cannot be reached; Ray raises many types
             self._refuse_start(name, in_words(error))
             return False
-        self._refused.pop(name, None)
+        self._held_back.release(name)
         return True
 
     def _refuse_start(self, name: str, reason: str) -> None:
@@ -545,11 +548,8 @@ class Loader:
         logged when it is new.
         """
         self._waiting.refuse(name, lambda: _not_started(name, reason))
-        before = self._refused.get(name)
         self._tell_once(f"the model {name} was not deployed: {reason}")
-        count = 1 if before is None else before.num_refusals + 1
-        pause_s = min(RETRY_DEPLOY_S * 2 ** min(count - 1, 16), MAX_RETRY_DEPLOY_S)
-        self._refused[name] = RefusedDeployment(count, self._now() + pause_s, reason)
+        self._held_back.refuse(name, reason)
 
     async def _free(self, lacking: Amount) -> None:
         """Makes models leave until nothing is lacking: idle ones, the one that was used longest ago first. If there are
@@ -570,7 +570,7 @@ class Loader:
 
     def _takes_place(self, name: str) -> bool:
         """Returns whether a model counts among those on demand that are loaded."""
-        return self._found[name].model.on_demand and self._stages[name][0] != "failed"
+        return self._found[name].model.on_demand
 
     def _may_leave(self, name: str, now: float) -> bool:
         stage, since = self._stages[name]

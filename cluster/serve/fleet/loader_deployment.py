@@ -70,10 +70,12 @@ class DeployedModels:
     async def look(self) -> Told:
         applications = await asyncio.to_thread(serve_applications)
         own = applications.get(self._address)
-        if own is None or own["status"] == ApplicationStatus.DELETING or not _has_replica(own, self._own_id):
-            return Told([], frozenset(), is_over=True)
+        if own is None or own["status"] == ApplicationStatus.DELETING or not is_in_charge(own, self._own_id):
+            return Told([], frozenset(), is_in_charge=False)
         self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
-        return Told(models_among(applications, self._address), leaving_among(applications, self._address))
+        # Another application with a name of a model that is loaded hides none, or nobody would count or unload that.
+        by_loader = [name for name in applications if name.startswith(f"{self._address}.")]
+        return Told(models_among(applications, self._address, by_loader), leaving_among(applications, self._address))
 
     async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
         return await asyncio.to_thread(_placed, entry, before)
@@ -152,10 +154,14 @@ def _num_running(application: Mapping[str, Any], deployment: str) -> int:
     return states.count(ReplicaState.RUNNING)
 
 
-def _has_replica(application: Mapping[str, Any], replica_id: str) -> bool:
-    """Returns whether Serve counts on a replica of the loader, and has not told it to stop."""
+def is_in_charge(application: Mapping[str, Any], replica_id: str) -> bool:
+    """Returns whether a replica of the loader decides: Serve has not told it to stop, and no other one may still do so.
+    One that starts in the place of another waits until that has ended, because both would fill the same room.
+    """
     replicas = application["deployments"].get(LOADER, {"replicas": []})["replicas"]
-    return any(each["replica_id"] == replica_id and each["state"] != ReplicaState.STOPPING for each in replicas)
+    states = {each["replica_id"]: each["state"] for each in replicas}
+    own = states.pop(replica_id, ReplicaState.STOPPING)
+    return own != ReplicaState.STOPPING and all(each == ReplicaState.STARTING for each in states.values())
 
 
 async def _answers(handle: Any, num_running: int, method: str, *arguments: object) -> list[Any]:

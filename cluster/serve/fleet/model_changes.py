@@ -1,4 +1,5 @@
-"""Changes that operators make to the models of an address while it runs: their table, and the registry that keeps it.
+"""Changes that operators make to the models of an address while it runs, and the models on demand that have failed:
+their table, and the registry that keeps it.
 
 The loader (`loader.py`) alone changes the table. Ingresses read it, and so does a command that deploys the address
 again. A change counts as long as the configuration has the entry that was changed. An operator who changes that entry
@@ -42,12 +43,21 @@ class ModelChange(msgspec.Struct, frozen=True):
         return self.base is None and self.entry is None
 
 
+class FailedLoad(msgspec.Struct, frozen=True):
+    """A model on demand that has failed. It has no application any more."""
+
+    entry: ServedModel
+    """The model's entry when it failed."""
+    reason: str
+
+
 class ModelChanges(msgspec.Struct, frozen=True):
-    """The changed models by name."""
+    """The changed models by name, and those that have failed."""
 
     version: int = 0
     """Number of changes so far."""
     of: dict[str, ModelChange] = {}
+    failed: dict[str, FailedLoad] = {}
 
     @property
     def removed(self) -> frozenset[str]:
@@ -66,17 +76,27 @@ class ModelChanges(msgspec.Struct, frozen=True):
         return tuple(model for name, model in found.items() if name not in self.removed)
 
     def still_valid(self, listed: Mapping[str, ServedModel]) -> ModelChanges:
-        """Returns the changes without those of models whose entries in the configuration are others by now."""
+        """Returns the changes without those of models whose entries in the configuration are others by now. A model
+        whose entry is another has not failed yet.
+        """
         valid = {name: change for name, change in self.of.items() if change.base == listed.get(name)}
-        return self if valid == self.of else ModelChanges(self.version + 1, valid)
+        entries = ModelChanges(of=valid).entries(listed)
+        failed = {name: load for name, load in self.failed.items() if load.entry == entries.get(name)}
+        return self if (valid, failed) == (self.of, self.failed) else ModelChanges(self.version + 1, valid, failed)
 
     def with_change(self, name: str, change: ModelChange, there: Collection[str] = ()) -> ModelChanges:
-        """Returns the next version, in which a model is as `change` says. Nothing stays of a change that is undone, nor
-        of models that were added and removed and are not among those that are `there`.
+        """Returns the next version, in which a model is as `change` says, and has not failed. Nothing stays of a change
+        that is undone, nor of models that were added and removed and are not among those that are `there`.
         """
         rest = {other: each for other, each in self.of.items() if other in there or not each.is_past}
         rest.pop(name, None)
-        return ModelChanges(self.version + 1, rest if change.is_undone else rest | {name: change})
+        of, failed = rest if change.is_undone else rest | {name: change}, self.with_failed(name, None).failed
+        return ModelChanges(self.version + 1, of, failed)
+
+    def with_failed(self, name: str, load: FailedLoad | None) -> ModelChanges:
+        """Returns the next version, in which the last load of a model has failed. With None it has not."""
+        failed = {other: each for other, each in self.failed.items() if other != name}
+        return ModelChanges(self.version + 1, self.of, failed if load is None else failed | {name: load})
 
 
 class ChangesRegistry(Protocol):

@@ -119,6 +119,26 @@ def check_attention(kernels, lengths, num_heads, num_kv_heads, head_dim, block_s
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
+@DTYPES
+def test_a_long_prompt_in_large_tiles_has_the_bits_of_single_tokens(kernels, dtype):
+    """A chunk over a long context is computed in larger tiles, whose rows end in different key blocks and splits."""
+    torch.manual_seed(5)
+    context, count, heads = 4580, 100, heads_of(64, 8, 16)
+    with threads(1):
+        metadata, num_blocks = make_metadata([(context, count)], 16)
+        caches = random_cache(num_blocks, 16, 8, 16, dtype)
+        poison_unused(metadata, *caches)
+        qkv = torch.randn(count, 80 * 16).to(dtype)
+        arguments = (qkv, *caches, metadata, heads, None)
+        together = kernels.paged_attention(*arguments)
+        assert_close(together, reference.paged_attention(*arguments))
+        table = metadata.block_tables.numpy()
+        for token in (0, 1, 27, 28, 29, 47, 48, count - 1):  # with 28 a split of the keys begins, inside a tile
+            tokens = QueryTokens(np.array([context + token]), np.array([1]), table, 16)
+            result = kernels.paged_attention(qkv[token : token + 1], *caches, AttentionMetadata.build(tokens), heads)
+            assert torch.equal(result, together[token : token + 1])
+
+
 def test_a_rows_attention_ignores_its_batchmates(kernels):
     torch.manual_seed(2)
     metadata, num_blocks = make_metadata([(1100, 1), (0, 50), (90, 20), (5, 1)] * 4, 16)

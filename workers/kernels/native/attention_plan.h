@@ -44,6 +44,9 @@ struct Attention {
 constexpr int SPLIT_KEYS = 512;  // keys of one unit of work if the query is short
 constexpr int SHORT_QUERY = 8;  // tokens; longer queries have enough tiles to keep all threads busy
 constexpr int TILE_QUERY_ROWS = 96;  // rows of a prefill tile, which share the packing of a key block
+constexpr int LONG_CONTEXT = 4096;  // keys from which a prefill tile may have more rows: no cache near a core holds them
+constexpr int LONG_TILE_ROWS = 384;  // the most; what they gather stays in the second-level cache
+constexpr int TILES_PER_THREAD = 16;  // with fewer tiles than this, larger ones would leave threads waiting in the end
 constexpr int SHARED_ROWS = 256;  // rows of a unit over a shared prefix
 constexpr int FEW_SHARED_ROWS = 64;  // with fewer rows, packing a shared prefix hardly pays
 constexpr int KV_RUN_BYTES = 512;  // of one token's heads that are read together, so that the prefetcher sees runs
@@ -124,7 +127,7 @@ class Plan {
         for (int sequence = 0; sequence < call.num_sequences; sequence++) {
             const int length = tokens_of(call, sequence);
             uneven |= length > SHORT_QUERY;
-            add_sequence(call, sequence, length);
+            add_sequence(call, sequence, length, threads);
         }
         for (int i = 0; i < call.num_groups; i++) add_group(call, i);
         if (uneven) {  // the most expensive first, so that the threads end together
@@ -133,11 +136,21 @@ class Plan {
     }
 
   private:
+    // Rows of a prefill tile. Each tile reads and packs all its keys, so a long context has larger ones.
     template <class Call>
-    void add_sequence(const Call& call, int sequence, int length) {
+    int tile_rows(const Call& call, int sequence, int length, int threads) const {
+        int rows = TILE_QUERY_ROWS;
+        if (call.context_lens[sequence] < LONG_CONTEXT || call.window < LONG_CONTEXT) return rows;
+        const int64_t all_rows = int64_t(length) * group_ * call.num_kv_heads;
+        while (rows < LONG_TILE_ROWS && all_rows / (2 * rows) >= TILES_PER_THREAD * threads) rows *= 2;
+        return rows;
+    }
+
+    template <class Call>
+    void add_sequence(const Call& call, int sequence, int length, int threads) {
         const int start = call.context_lens[sequence] - length;
         const bool is_short = length <= SHORT_QUERY;
-        const int tile = is_short ? length : std::max(1, TILE_QUERY_ROWS / group_);
+        const int tile = is_short ? length : std::max(1, tile_rows(call, sequence, length, threads) / group_);
         const int prefix = prefixes_[sequence];
         const int heads = is_short && !prefix ? heads_together_ : 1;
         Task task;

@@ -1,0 +1,106 @@
+"""`manta bench several-models`: the speed of each of several models at one address while the others idle, over its
+speed as the only model of a server.
+
+The server of all models stays. The server of one model after the other runs beside it, and both take turns. In a turn a
+few streams ask the one model for tokens over HTTP, and the processes of the other server are paused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks import checkpoints
+from benchmarks.http_load import run_load
+from benchmarks.processes import BenchmarkError, ServerProcess, Setup, free_port
+from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
+from benchmarks.workloads import alternate
+from manta.structured.visible_text import say_lines, visible_lines
+
+SHAPES = ("tiny-llama", "qwen2.5-0.5b", "qwen3-8-layers")
+"""One of each of three families."""
+SETUP = Setup(kv_cache_bytes=1 << 29)
+NUM_PROMPT_TOKENS = 64
+ROUNDS = 2
+"""Requests of each stream in a turn."""
+BAR = 0.95
+
+
+class Load(NamedTuple):
+    """The requests of a turn."""
+
+    prompts: list[list[int]]
+    num_tokens: int
+    num_streams: int
+
+
+class Address(ServerProcess):
+    """A Manta server. `models` is the folder of its only model, or the folders of several by their names."""
+
+    def __init__(self, models: str | dict[str, str]) -> None:
+        super().__init__("manta", models, SETUP, free_port())
+
+    def tokens_per_s(self, load: Load) -> float:
+        found = run_load(self.port, self.model_name, load.prompts, load.num_tokens, load.num_streams)
+        return found.num_tokens / found.seconds
+
+
+def measure(names: Sequence[str], num_turns: int, num_streams: int, num_tokens: int) -> None:
+    """Prints a row for each model."""
+    folders = {name: str(checkpoints.benchmark_checkpoint(name)) for name in names}
+    draw = random.Random(0)
+
+    def loads() -> list[Load]:
+        prompts = [draw.choices(range(10, 500), k=NUM_PROMPT_TOKENS) for _ in range(ROUNDS * num_streams)]
+        return [Load(prompts, num_tokens, num_streams)]
+
+    together = Address(folders)
+    try:
+        for name, folder in folders.items():
+            together.model_name = name
+            alone = Address(folder)
+            try:
+                found = alternate([together, alone], num_turns, loads, Address.tokens_per_s, _hear)
+            finally:
+                alone.stop()
+                together.wake()
+            beside, by_itself = ([speed for (speed,) in turns] for turns in found)
+            ratio = ratio_of(beside, by_itself)
+            verdict = "met" if ratio.low >= BAR else "missed" if ratio.high < BAR else "open"
+            markdown_row(name, f"{max(by_itself):.0f}", f"{max(beside):.0f}", ratio, f"{BAR} {verdict}")
+    finally:
+        together.stop()
+
+
+def _hear(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="manta bench several-models",
+        description="The speed of each of several models at one address while the others idle.",
+    )
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"at least two (default: {','.join(SHAPES)})")
+    parser.add_argument("--turns", type=int, default=10, help="of each server and model (default: 10)")
+    parser.add_argument("--streams", type=int, default=4, help="at the same time (default: 4)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
+    options = parser.parse_args(arguments)
+    names = options.shapes.split(",")
+    if len(set(names)) < 2 or not checkpoints.SHAPES.keys() >= set(names):
+        parser.error(f"--shapes {options.shapes}: name at least two of {', '.join(checkpoints.SHAPES)}")
+    print(machine(), file=sys.stderr)
+    markdown_head("model", "alone, best tokens/s", "beside idle models", "ratio (95%)", "bar")
+    try:
+        measure(names, options.turns, options.streams, options.tokens)
+    except BenchmarkError as error:
+        say_lines(visible_lines(f"manta bench several-models: {error}").split("\n"), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
