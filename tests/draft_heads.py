@@ -22,7 +22,7 @@ from tests.workers.test_layer_kinds import CASES, SIZES, folder_of
 
 HEADS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "deepseek_v32"),
-    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "mimo_v2"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm5_next", "mimo_v2"),
 )
 """The kinds of layers whose families have heads that are run."""
 OF_QWEN = HEADS[:3]
@@ -74,7 +74,9 @@ def write_head(model: Any, joins: dict[str, torch.Tensor], kind: str, folder: pa
         stored = load_file(pathlib.Path(alone) / "model.safetensors")
     names = head_names(kind)
     of_layer = {
-        names["layer"] + name.removeprefix(_FIRST): each for name, each in stored.items() if name.startswith(_FIRST)
+        names["layer"] + name.removeprefix(_FIRST): each
+        for name, each in stored.items()
+        if name.startswith(_FIRST) and ".hc_" not in name
     }
     if kind == "mimo_v2":
         layer = names["layer"]
@@ -110,6 +112,22 @@ def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """RMS norm over the last dimension."""
     scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + eps)
     return x / scale * weight
+
+
+class OneStream:
+    """The layer and the last norm of a model of `layer_model`, with one residual stream instead of several."""
+
+    def __init__(self, model: Any) -> None:
+        (self._layer,), self._norm = model.model.layers, model.model.norm
+
+    @torch.inference_mode()
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        with on_one_thread():
+            stream, layer = torch.from_numpy(x)[None], self._layer
+            is_there = torch.ones(stream.shape[:2], dtype=torch.bool)
+            stream = stream + layer.self_attn(layer.input_layernorm(stream), is_there)[0]
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+            return np.asarray(self._norm(stream)[0].numpy())
 
 
 class Formula:
@@ -171,5 +189,7 @@ class Formula:
 def formula_of(kind: str, block: Block | None = None, **changes: Any) -> Formula:
     """The formula of the head of `folder_with_head`."""
     model = layer_model(kind, json.dumps(changes))
+    if kind == "glm5_next":
+        block = OneStream(model)
     target = reference_model(folder_of(kind, **changes))
     return Formula(kind, folder_with_head(kind, **changes), target, model, block)

@@ -84,6 +84,7 @@ OTHERS = (
     "rwkv",
     "deepseek_v32",
     "glm_moe_dsa",
+    "glm5_next",
     "axk2",
     "hy_v4",
     "deepseek_v4",

@@ -26,6 +26,7 @@ KINDS = (
     "olmo_hybrid",
     "minimax",
     "bailing_hybrid",
+    "glm5_next",
     "lara_mini",
     "lfm3",
     "recurrent_gemma",

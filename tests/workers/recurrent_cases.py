@@ -536,11 +536,14 @@ RECURRENT_CASES: dict[str, Case] = {
 }
 
 
+_ARCHITECTURES = {"glm5_next_text": "Glm5NextTextModel"} | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def values_of_cases(cases: Iterable[Case], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the `config.json` of each family, by its architecture. `sizes` are those of tiny models."""
     found: dict[str, dict[str, Any]] = {}
     for case in cases:
         config = getattr(transformers, case.config)(**sizes | case.options, dtype="float32")
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+        architecture = _ARCHITECTURES[config.model_type]
         found.setdefault(architecture, json.loads(config.to_json_string()) | {"architectures": [architecture]})
     return found

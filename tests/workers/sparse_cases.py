@@ -116,6 +116,35 @@ SPARSE_CASES: dict[str, Case] = {
             "scaled rope": {"rope_parameters": MAIN_ROPE | {"compress": MAIN_ROPE["main"]}},
         },
     ),
+    "glm5_next": Case(
+        "Glm5NextTextConfig",
+        LATENT
+        | EXPERTS
+        | INDEXER
+        | {
+            "qk_rope_head_dim": 0,
+            "kv_lora_rank": 32,
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "indexed", "linear")],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "index_kpool": 4,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "linear_lower_bound": -3.0,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 4,
+            "swiglu_limit": 0.5,
+        },
+        {
+            "choice of pools": {"index_topk": 512},
+            "number of pools": {"index_topk": 24},
+            "bounded decays": {"linear_lower_bound": None},
+            "the bound of decays": {"linear_lower_bound": -0.5},
+            "streams that are mixed evenly": {"hc_sinkhorn_iters": 1},
+            "bounds of gates": {"swiglu_limit": 10.0},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+        },
+    ),
     "longcat_flash": Case(
         "LongcatFlashConfig",
         LATENT

@@ -227,7 +227,8 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 def values_of(family: str) -> dict[str, Any]:
     if family not in OWN:
         others = [ATTENTION_CASES[name] for name in ("axk1", "mimo_v2", "gemma3n")]
-        others += [SPARSE_CASES[name] for name in ("axk2", "longcat_flash", "dots3_note", "hy_v4", "deepseek_v4")]
+        sparse = "axk2", "longcat_flash", "dots3_note", "hy_v4", "deepseek_v4", "glm5_next"
+        others += [SPARSE_CASES[name] for name in sparse]
         return values_of_cases([*RECURRENT_CASES.values(), *others], SIZES)[family]
     table = table_of(family)
     return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}

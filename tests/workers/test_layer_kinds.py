@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 import transformers
 
+import tests.glm5_next  # noqa: F401, a class that transformers lacks
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.model_options import ModelOptions

@@ -143,6 +143,7 @@ OTHER_MIXERS: dict[str, dict[str, int]] = {
     "inkling2": {},
     "inkling2_loop": {},
     "dots3_note": {"shared_experts_intermediate_size": 64},
+    "glm5_next": {},
     "rwkv": {"intermediate_size": 128},
 }
 

@@ -186,7 +186,7 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
 
 
 OTHER_STATES = ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2", "olmo_hybrid", "bailing_hybrid", "lara_mini")
-OTHER_STATES += ("lfm3", "recurrent_gemma", "qwen4_exp", "inkling", "inkling2", "inkling2_loop", "rwkv")
+OTHER_STATES += ("lfm3", "recurrent_gemma", "qwen4_exp", "inkling", "inkling2", "inkling2_loop", "rwkv", "glm5_next")
 OTHER_HEADS = ("gemma4", "gemma4, experts", "dots3_note", "mimo_v2")
 """Families whose layers have different heads."""
 
@@ -366,7 +366,7 @@ def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcess
 
 @needs_kernels
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [*EXACT_KINDS, "gemma3n", "glm_moe_dsa", "hy_v4", "deepseek_v4"])
+@pytest.mark.parametrize("kind", [*EXACT_KINDS, "gemma3n", "glm_moe_dsa", "hy_v4", "deepseek_v4", "glm5_next"])
 def test_exact_ranks_split_every_mixer(two: RankProcesses, kind: str) -> None:
     """`test_quantised_ranks.py` compares the logits of each kind."""
     folder = str(folder_of(kind))

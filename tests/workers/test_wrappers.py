@@ -171,6 +171,18 @@ FORMS = {
         {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
         "multi_modal_projector.linear_1.weight",
     ),
+    "GLM-5.3 Flash": Form(
+        "glm5_next",
+        {
+            "architectures": ["Glm5NextForConditionalGeneration"],
+            "model_type": "glm5_next",
+            "vision_config": {"depth": 1},
+            "tie_word_embeddings": False,
+        },
+        ("text_config",),
+        {"model.": "model.language_model."},
+        "model.visual.blocks.0.attn.qkv.weight",
+    ),
     "SmolVLM": Form(
         "llama",
         {"architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm", "image_token_id": 5},

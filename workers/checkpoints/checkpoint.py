@@ -16,6 +16,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # powers of two, read as the exponents that they store
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,

@@ -14,6 +14,7 @@ import torch
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.formats.awq import read_awq
 from manta.workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
+from manta.workers.checkpoints.formats.deepseek_fp4 import DEEPSEEK_FP4, PAIRS, read_deepseek_fp4
 from manta.workers.checkpoints.formats.float8 import read_float8
 from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES, read_gguf
 from manta.workers.checkpoints.formats.gptq import read_gptq
@@ -35,6 +36,7 @@ READERS: dict[str, Reader] = {
     "awq": read_awq,
     "gguf": read_gguf,
     "mxfp4_experts": read_mxfp4_experts,
+    "deepseek_fp4": read_deepseek_fp4,
 }
 """The reader for each kind of `WeightFormat`."""
 MXFP4_EXPERTS = WeightFormat(reader="mxfp4_experts", bits=4, group_size=32)
@@ -177,6 +179,8 @@ class LinearReader:
                 f"quantization_config leaves {part.name} unquantised, and the checkpoint has {part.name}.{marks[0]}; "
                 "take the config.json that belongs to these weights"
             )
+        if format_ is not None and format_.reader == "float8" and kind == PAIRS:
+            return DEEPSEEK_FP4  # whatever `expert_dtype` says
         return format_
 
     def _part(self, part: WeightPart, format_: WeightFormat | None, spec: LinearSpec) -> QuantizedWeight | torch.Tensor:

@@ -290,16 +290,12 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     if is_gguf_folder(folder):
         return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
-    if renames := renames_of(name for _, entries in headers for name in entries):
-        headers = [
-            (path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in headers
-        ]
-    if any(name.startswith(_OF_TEXT) for _, entries in headers for name in entries):
-        return [(path, _text_tensors(entries)) for path, entries in headers]
-    return [
-        (path, {name: entry for name, entry in entries.items() if not name.startswith(_OF_TOWERS)})
-        for path, entries in headers
-    ]
+    names = {name for _, entries in headers for name in entries}
+    text_of = _text_tensors if any(name.startswith(_OF_TEXT) for name in names) else _without_towers
+    of_text = [(path, text_of(entries)) for path, entries in headers]
+    if not (renames := renames_of(names)):
+        return of_text
+    return [(path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in of_text]
 
 
 _TEXT_NAMES = {
@@ -336,6 +332,10 @@ def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
             if name.startswith(stored):
                 found[usual + name.removeprefix(stored)] = entry
     return found
+
+
+def _without_towers(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return {name: entry for name, entry in entries.items() if not name.startswith(_OF_TOWERS)}
 
 
 def gguf_cache() -> pathlib.Path:

@@ -20,6 +20,7 @@ _HY_V4: Renames = (
     (r"\.hc_head_(fn|base|scale)$", r".hc_\1"),
 )
 _DEEPSEEK_V4: Renames = (
+    (r"\.scale$", ".weight_scale_inv"),
     (r"^(?!model\.|lm_head\.|mtp\.)", "model."),
     (r"^model\.head\.", "lm_head."),
     (r"^model\.embed\.", "model.embed_tokens."),
@@ -114,12 +115,17 @@ _INKLING_2: Renames = (
     (r"attn_res\.mlp_queries\.(\d+)$", r"layers.\1.mlp_input.query"),
     (r"attn_res\.output_query$", "final_input.query"),
 )
+_GLM5_NEXT: Renames = (
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.index_kpool_compress_gate$", ".index_kpool_compress_gate.weight"),
+)
 _FAMILIES: dict[str, Renames] = {
     r"^model\.llm\..*\.attn\.q_l2_clip\.": _INKLING_2,
     r"^lerope\.alpha$": _MISTRAL_LARGE_4,
     r"\.learnable_sink_param$": _HY_V4,
     r"\.attn_sink$": _DEEPSEEK_V4,
     r"^model\.llm\..*\.attn\.q_norm\.": _INKLING,
+    r"\.index_kpool_compress_gate$": _GLM5_NEXT,
 }
 """The renames of each family by a pattern that only names of its published checkpoints fit."""
 

@@ -15,6 +15,8 @@ from manta.workers.models.model_config import WeightFormat
 from manta.workers.models.specs import DecoderSpec
 from manta.workers.models.weight_specs import WeightPart
 
+_OF_FLOATS = ("float8", "mxfp4", "deepseek_fp4")
+"""Readers of formats whose numbers are no integers."""
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.(.+)$")
 
 
@@ -63,7 +65,7 @@ def stored_linears(reader: LinearReader, spec: DecoderSpec) -> StoredLinears:
 def _form(checkpoint: Checkpoint, part: WeightPart, format_: WeightFormat) -> str:
     if format_ is GGUF:
         return checkpoint.kind_of(f"{part.name}.weight")
-    kind = f"{format_.bits}-bit floats" if format_.reader in ("float8", "mxfp4") else f"{format_.bits} bits"
+    kind = f"{format_.bits}-bit floats" if format_.reader in _OF_FLOATS else f"{format_.bits} bits"
     activations = ", made for activations of 8 bits" if format_.has_int8_activations else ""
     return f"{kind} {_scales(checkpoint, part, format_)}{activations}"
 

@@ -5,10 +5,13 @@ of neighbouring tokens is the mean of theirs, normed and rotated to the block's 
 sum over the heads of `relu(query . key)`. A token attends to the blocks with the best scores among the whole ones up to
 its own position, and to the tokens after these. Of equal scores the earlier block's counts as the better one.
 
-`sparse_attention.py` chooses tokens for latent attention. What both do is there, such as attention to the choice.
+`sparse_attention.py` chooses tokens for latent attention, and `key_pools.py` pools of tokens. What all do is in the
+former, such as attention to the choice.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -42,7 +45,30 @@ def choose_blocks(
         return TokenChoice()
     queries = kernels.rms_norm(projected[:, :-1], weights.query_norm, eps)
     queries = _rotated(queries, cos_sin[metadata.positions], rope_dim)
-    chosen = torch.zeros((len(normed), shape.most_tokens), dtype=torch.int32, device=normed.device)
+
+    def block_keys(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        cached = key_cache[blocks][..., : shape.head_dim].flatten(0, 1)
+        return _block_keys(weights, cached[: num_blocks * shape.block_len], cos_sin, rope_dim, eps, kernels)
+
+    shares = queries.new_ones(queries.shape[:2])
+    return best_blocks(queries, shares, block_keys, shape, metadata, kernels, piece_bytes)
+
+
+def best_blocks(
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    keys_of: Callable[[torch.Tensor, int], torch.Tensor],
+    shape: BlockIndexerShape,
+    metadata: AttentionMetadata,
+    kernels: Kernels,
+    piece_bytes: int = PIECE_BYTES,
+) -> TokenChoice:
+    """Returns the tokens of the blocks whose keys score best for each token of a step, and those after the last whole
+    block. `queries` [num_tokens, num_heads, head_dim] and `shares` [num_tokens, num_heads] are float32. `keys_of` gives
+    the keys of a sequence's whole blocks, float32 [head_dim, num_blocks], of its blocks of the cache and their number.
+    """
+    block_size = metadata.block_size
+    chosen = torch.zeros((len(queries), shape.most_tokens), dtype=torch.int32, device=queries.device)
     starts = metadata.query_start.tolist()
     for sequence, context_len in enumerate(metadata.context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -51,10 +77,9 @@ def choose_blocks(
         if context_len // shape.block_len <= shape.num_chosen:
             chosen[rows, :context_len] = own_slots[:context_len].int()
             continue
-        cached = key_cache[blocks][..., : shape.head_dim].flatten(0, 1)
-        keys = _block_keys(weights, cached[:context_len], cos_sin, rope_dim, eps, kernels)
+        keys = keys_of(blocks, context_len // shape.block_len)
         for part in pieces(rows.start, rows.stop, shape.num_heads * keys.shape[1] * keys.itemsize, piece_bytes):
-            places = _chosen_places(queries[part], keys, metadata.positions[part], shape, kernels)
+            places = _chosen_places(queries[part], shares[part], keys, metadata.positions[part], shape, kernels)
             chosen[part] = own_slots[places.clamp(max=context_len - 1)].int()
     num_whole = (metadata.positions + 1) // shape.block_len
     lens = num_whole.clamp(max=shape.num_chosen) * shape.block_len + (metadata.positions + 1) % shape.block_len
@@ -69,12 +94,12 @@ def _block_keys(
     eps: float,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Returns the keys of a sequence's whole blocks, float32 [head_dim, num_blocks], of the keys of its tokens
-    [context_len, head_dim].
+    """Returns the keys of a sequence's whole blocks, float32 [head_dim, num_blocks], of the keys of their tokens
+    [num_blocks * block_len, head_dim].
     """
     length = weights.shape.block_len
     num_blocks = len(cached) // length
-    first, *others = cached[: num_blocks * length].float().unflatten(0, (num_blocks, length)).unbind(1)
+    first, *others = cached.float().unflatten(0, (num_blocks, length)).unbind(1)
     for other in others:
         first = first + other
     means = (first / length).to(weights.key_norm.dtype)
@@ -83,14 +108,19 @@ def _block_keys(
 
 
 def _chosen_places(
-    queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, shape: BlockIndexerShape, kernels: Kernels
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    shape: BlockIndexerShape,
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Returns the positions that tokens attend to, int64 [num_tokens, most_tokens] in ascending order: those of the
     best blocks, then those after the last whole one, of which not all are there. Tokens with fewer whole blocks than
     are chosen attend to all positions, and have these first.
     """
     num_whole = (positions + 1).unsqueeze(1) // shape.block_len
-    scores = scores_of(queries, keys, queries.new_ones(queries.shape[:2]), kernels)
+    scores = scores_of(queries, keys, shares, kernels)
     scores.masked_fill_(torch.arange(keys.shape[1], device=keys.device) >= num_whole, -torch.inf)
     of_block = torch.arange(shape.block_len, device=keys.device)
     best = best_places(scores, shape.num_chosen).unsqueeze(-1) * shape.block_len + of_block

@@ -21,15 +21,13 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from manta.workers.decoders.key_pools import softmax_sums
 from manta.workers.decoders.sparse_attention import PIECE_BYTES, attend_copies, best_keys, whole_blocks
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.convolution import behind_states
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import CompressedAttentionWeights, CompressorWeights, EntriesWeights
 from manta.workers.models.model_config import CompressedShape, HeadShape
-
-_LEAST_EXPONENT = -87.0
-"""Logarithm of the least weight of a token in an entry: that of about the smallest float32."""
 
 
 def attend_compressed(
@@ -152,7 +150,7 @@ def _compressed(
 ) -> torch.Tensor:
     """Returns entries, float32 [num_entries, width], of the products of their tokens [num_entries, num_terms, 2 *
     num_products]: numbers, then the logarithms of their weights. Tokens before the first one, where `is_there` is
-    False, have no weight. Terms are added one after the other.
+    False, have no weight.
     """
     num_terms, width = weights.biases.shape
     numbers, logits = products.chunk(2, dim=-1)
@@ -161,12 +159,7 @@ def _compressed(
         numbers, logits = (
             torch.cat((each[:, :half, :width], each[:, half:, width:]), dim=1) for each in (numbers, logits)
         )
-    logits = (logits + weights.biases).masked_fill(~is_there.unsqueeze(-1), -torch.inf)
-    powers = kernels.recurrent.exp((logits - logits.amax(1, keepdim=True)).clamp(min=_LEAST_EXPONENT))
-    powers = powers.masked_fill(~is_there.unsqueeze(-1), 0)
-    numbers = numbers.masked_fill(~is_there.unsqueeze(-1), 0)
-    total = functools.reduce(torch.add, powers.unbind(1))
-    return functools.reduce(torch.add, (powers * numbers).unbind(1)) / total
+    return softmax_sums(numbers, logits + weights.biases, kernels, is_there)
 
 
 def _choose(

@@ -12,22 +12,14 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from manta.workers.decoders.alternating_updates import (
-    corrected_streams,
-    gathered_streams,
-    low_rank_residual,
-    predicted_streams,
-    sparse_gate,
-    spread_streams,
-)
+from manta.workers.decoders.alternating_updates import with_sparse_gates
 from manta.workers.decoders.block_choice import choose_blocks
 from manta.workers.decoders.compressed_attention import attend_compressed
 from manta.workers.decoders.convolved_attention import attend_convolved
 from manta.workers.decoders.distance_attention import attend_with_distances
 from manta.workers.decoders.expert_routing import routed_rows, run_experts
-from manta.workers.decoders.gated_streams import mean_stream, norm_gates, norm_streams, shared_update
+from manta.workers.decoders.gated_streams import norm_gates
 from manta.workers.decoders.head_gates import gated_heads
-from manta.workers.decoders.hyper_connections import Connection
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
@@ -36,6 +28,7 @@ from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.decoders.ngram_streams import ngram_streams
 from manta.workers.decoders.query_growth import query_growth
 from manta.workers.decoders.residual_blocks import run_residual_blocks
+from manta.workers.decoders.residual_streams import residual_streams
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen
@@ -53,6 +46,7 @@ from manta.workers.kernels.weights import (
     GatedMlpWeights,
     LatentAttentionWeights,
     MixerWeights,
+    NgramWeights,
     NormGateWeights,
     RecurrentWeights,
     ScalingWeights,
@@ -90,6 +84,8 @@ class Decoder:
         self.sliding_windows = config.sliding_windows
         self.weights = weights
         self._kernels = platform.kernels
+        self._streams = residual_streams(weights, config, platform.kernels)
+        layers = [with_sparse_gates(layer, config.activation, platform.kernels) for layer in weights.layers]
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         heads = [config.heads_of(layer) for layer in range(config.num_layers)]
@@ -98,9 +94,7 @@ class Decoder:
             for rope, window in zip(config.ropes, config.sliding_windows, strict=True)
         ]
         sources = config.kv_sources or range(config.num_layers)
-        self._layers = list(
-            zip(weights.layers, places, sources, heads, config.sliding_windows, grows, next_norms, strict=True)
-        )
+        self._layers = list(zip(layers, places, sources, heads, config.sliding_windows, grows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run)
@@ -183,11 +177,7 @@ class Decoder:
         if self.weights.blocks is not None:
             of_model = self.config, self.weights, self._layers, self._mlp, self._kernels
             return functools.partial(run_residual_blocks, *of_model)
-        if self.config.num_gated_streams > 1:
-            return self._run_gated_streams
-        if self.config.connections is not None:
-            return self._run_connected
-        return self._run_layers if self.weights.streams is None else self._run_streams
+        return self._run_layers if self._streams is None else self._run_streams
 
     def _run_layers(
         self,
@@ -287,112 +277,46 @@ class Decoder:
         kv_caches: KVCaches,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs all layers of a model with several residual streams, as `_run_layers` does."""
-        streams_weights = self.weights.streams
-        assert streams_weights is not None
-        assert inputs is not None
-        streams = spread_streams(streams_weights.spread, residual, self._kernels)
-        for index, ((layer, place, source, heads, sliding_window, _, _), table) in enumerate(
+        """Runs all layers of a model with several residual streams, as `_run_layers` does. `inputs` may also be the
+        token ids, for layers with tables of n-grams or of experts.
+        """
+        assert self._streams is not None
+        choice = None if self.config.indexer is None else TokenChoice()
+        streams = self._streams.spread(residual)
+        for index, ((layer, place, source, heads, window, _, _), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
-            mixer, mlp, updates = layer.mixer, layer.mlp, layer.updates
-            assert place is not None
-            assert mlp is not None
-            assert updates is not None
-            assert layer.own_input is not None
-            assert isinstance(mixer, AttentionWeights)
-            group = metadata.of_group(place.group)
-            predicted = predicted_streams(updates, streams, self._norm, self._kernels)
-            normed = self._norm(predicted[0], layer.input_norm)
-            attended = self._attend(mixer, normed, table, group, kv_caches[source], heads, sliding_window, None)
-            attended = predicted[0] + self._norm(attended, layer.mixer_output_norm)
-            summed = (attended + low_rank_residual(updates, normed, self._norm)) * 2**-0.5
-            if updates.sparse_gates is not None:
-                assert isinstance(mlp, GatedMlpWeights)
-                gate = functools.partial(sparse_gate, self.config.activation, updates.sparse_gates, self._kernels)
-                mlp = GatedMlpWeights(GatedLinear(mlp.gated, gate), mlp.down)
-            update = self._mlp(mlp, self._norm(summed, layer.mlp_norm), metadata)
-            computed = summed + self._norm(update, layer.mlp_output_norm)
-            streams = corrected_streams(updates, predicted, computed, self._norm, self._kernels)
-            first = streams[0] if updates.output_scale is None else streams[0] * updates.output_scale
-            streams[1:] += add_own_input(layer.own_input, first, inputs[index], self.config, self._kernels)
-        gathered = gathered_streams(streams_weights.gather, streams, self._kernels)
-        return self._norm(gathered, self.weights.final_norm)
-
-    def _run_gated_streams(
-        self,
-        residual: torch.Tensor,
-        cos_sin: RotaryTables,
-        metadata: AttentionMetadata,
-        kv_caches: KVCaches,
-        inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Runs all layers of a model whose parts read the gated mean of several residual streams, as `_run_layers`
-        does. `inputs` are the token ids, for layers with tables of n-grams.
-        """
-        config, kernels, weights = self.config, self._kernels, self.weights
-        count, eps = config.num_gated_streams, config.rms_norm_eps
-        streams = residual.expand(count, -1, -1)
-        for (layer, place, source, heads, window, _, _), table in zip(self._layers, cos_sin, strict=True):
             mixer, mlp, cache = layer.mixer, layer.mlp, kv_caches[source]
-            assert layer.input_gate is not None
-            assert layer.mlp_gate is not None
-            assert layer.stream_shares is not None
             assert mixer is not None
             assert mlp is not None
-            assert layer.input_norm is not None
-            assert layer.mlp_norm is not None
             if layer.ngrams is not None:
-                assert inputs is not None
-                assert config.ngrams is not None
-                assert metadata.states is not None
                 *others, tokens, inner = cache
-                states, cache = (tokens, inner), tuple(others)
-                added = ngram_streams(
-                    layer.ngrams, config.ngrams, streams, inputs, metadata.states, states, eps, kernels
-                )
-                streams = streams + added
+                streams = self._with_ngrams(layer.ngrams, streams, inputs, metadata, (tokens, inner))
+                cache = tuple(others)
+            own_input = None if layer.own_input is None or inputs is None else inputs[index]
+            of_mixer, of_mlp = self._streams.parts(layer, own_input)
             group = metadata.of_group(0 if place is None else place.group)
-            normed = norm_streams(streams, layer.input_norm, eps, kernels)
-            read = mean_stream(normed, layer.input_gate, count, kernels)
-            update = self._mix(mixer, read, table, group, cache, heads, window, None, None)
-            streams = shared_update(streams, update, normed, layer.stream_shares[0], kernels)
-            normed = norm_streams(streams, layer.mlp_norm, eps, kernels)
-            update = self._mlp(mlp, mean_stream(normed, layer.mlp_gate, count, kernels), metadata)
-            streams = shared_update(streams, update, normed, layer.stream_shares[1], kernels)
-        assert weights.final_gate is not None
-        return mean_stream(norm_streams(streams, weights.final_norm, eps, kernels), weights.final_gate, count, kernels)
-
-    def _run_connected(
-        self,
-        residual: torch.Tensor,
-        cos_sin: RotaryTables,
-        metadata: AttentionMetadata,
-        kv_caches: KVCaches,
-        inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Runs all layers of a model with hyper-connections, as `_run_layers` does. `inputs` are the
-        token ids, for layers with tables of experts.
-        """
-        shape, gathering = self.config.connections, self.weights.gathering
-        assert shape is not None
-        assert gathering is not None
-        connect = functools.partial(Connection, shape=shape, norm_eps=self.config.rms_norm_eps, kernels=self._kernels)
-        choice = None if self.config.indexer is None else TokenChoice()
-        streams = residual.unsqueeze(1).expand(-1, shape.num_streams, -1)
-        for (layer, place, source, heads, window, _, _), table in zip(self._layers, cos_sin, strict=True):
-            mixer, mlp = layer.mixer, layer.mlp
-            assert mixer is not None
-            assert mlp is not None
-            group = metadata.of_group(0 if place is None else place.group)
-            of_mixer, of_mlp = (connect(weights) for weights in layer.connections)
-            normed = self._norm(of_mixer.read(streams), layer.input_norm)
-            update = self._mix(mixer, normed, table, group, kv_caches[source], heads, window, None, choice)
-            streams = of_mixer.write(update, streams)
-            normed = self._norm(of_mlp.read(streams), layer.mlp_norm)
+            read = of_mixer.read(streams)
+            streams = of_mixer.write(self._mix(mixer, read, table, group, cache, heads, window, None, choice), streams)
+            read = of_mlp.read(streams)
             chosen = mlp.table[inputs] if isinstance(mlp, ExpertsWeights) and mlp.table is not None else None
-            streams = of_mlp.write(self._mlp(mlp, normed, metadata, chosen=chosen), streams)
-        return self._norm(connect(gathering).read(streams), self.weights.final_norm)
+            streams = of_mlp.write(self._mlp(mlp, read, metadata, chosen=chosen), streams)
+        return self._streams.gather(streams)
+
+    def _with_ngrams(
+        self,
+        weights: NgramWeights,
+        streams: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        states: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns residual streams with the rows of tables of n-grams added."""
+        shape, step, eps = self.config.ngrams, metadata.states, self.config.rms_norm_eps
+        assert token_ids is not None
+        assert shape is not None
+        assert step is not None
+        return streams + ngram_streams(weights, shape, streams, token_ids, step, states, eps, self._kernels)
 
     def _attend_block(
         self,

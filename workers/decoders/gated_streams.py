@@ -1,5 +1,5 @@
 """Several residual streams, of which each part of a layer reads the gated mean and to which it adds its result in
-shares of the token's own (Qwen4-Exp). They begin equal. Called by the decoder.
+shares of the token's own (Qwen4-Exp). They begin equal.
 
 Streams are [num_streams, num_tokens, hidden]. What reads all of them has them side by side, [num_tokens, num_streams *
 hidden].
@@ -7,10 +7,66 @@ hidden].
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from manta.workers.kernels.protocol import Kernels
-from manta.workers.kernels.weights import Linear, NormGateWeights
+from manta.workers.kernels.weights import DecoderWeights, LayerWeights, Linear, NormGateWeights
+from manta.workers.models.model_config import ModelConfig
+
+
+class GatedStreams:
+    """`ResidualStreams` whose gated norms are averaged."""
+
+    def __init__(self, weights: DecoderWeights, config: ModelConfig, kernels: Kernels) -> None:
+        self._final_norm = weights.final_norm
+        self._final_gate = weights.final_gate
+        self._count = config.num_gated_streams
+        self._eps = config.rms_norm_eps
+        self._kernels = kernels
+
+    def spread(self, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded.expand(self._count, -1, -1)
+
+    def parts(self, layer: LayerWeights, own_input: torch.Tensor | None) -> tuple[GatedPart, GatedPart]:
+        assert layer.stream_shares is not None
+        of_mixer, of_mlp = layer.stream_shares
+        return (
+            self._part(layer.input_norm, layer.input_gate, of_mixer),
+            self._part(layer.mlp_norm, layer.mlp_gate, of_mlp),
+        )
+
+    def gather(self, streams: torch.Tensor) -> torch.Tensor:
+        assert self._final_gate is not None
+        normed = norm_streams(streams, self._final_norm, self._eps, self._kernels)
+        return mean_stream(normed, self._final_gate, self._count, self._kernels)
+
+    def _part(self, norm: torch.Tensor | None, gate: NormGateWeights | None, shares: Linear) -> GatedPart:
+        assert norm is not None
+        assert gate is not None
+        return GatedPart(norm, gate, shares, self._eps, self._kernels)
+
+
+@dataclasses.dataclass(slots=True)
+class GatedPart:
+    """One part of a layer between the streams: `write` makes its shares of the norms that `read` has computed."""
+
+    norm: torch.Tensor
+    gate: NormGateWeights
+    shares: Linear
+    eps: float
+    kernels: Kernels
+    normed: torch.Tensor = dataclasses.field(init=False)
+
+    def read(self, streams: torch.Tensor) -> torch.Tensor:
+        self.normed = norm_streams(streams, self.norm, self.eps, self.kernels)
+        return mean_stream(self.normed, self.gate, len(streams), self.kernels)
+
+    def write(self, update: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+        """Adds to each stream its share of the update, at most twice."""
+        factors = self.kernels.recurrent.sigmoid(self.shares.forward(self.normed.float())) * 2
+        return streams + update * factors.to(update.dtype).T.unsqueeze(-1)
 
 
 def norm_streams(streams: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels) -> torch.Tensor:
@@ -35,11 +91,3 @@ def mean_stream(normed: torch.Tensor, gate: NormGateWeights, num_streams: int, k
     for other in others:
         first = first + other
     return (first / num_streams).to(normed.dtype)
-
-
-def shared_update(
-    streams: torch.Tensor, update: torch.Tensor, normed: torch.Tensor, shares: Linear, kernels: Kernels
-) -> torch.Tensor:
-    """Returns the streams with an update [num_tokens, hidden] times each stream's share of it, at most 2."""
-    factors = kernels.recurrent.sigmoid(shares.forward(normed.float())) * 2
-    return streams + update * factors.to(update.dtype).T.unsqueeze(-1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.head_gates import gated_heads
+from manta.workers.decoders.key_pools import choose_pools, write_pools
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, head_growth, index_keys
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
@@ -87,12 +88,16 @@ def attend_latent(
     if indexer is not None:
         assert choice is not None
         assert index_key is not None
-        cached_keys = _index_part(kv_cache[0], shape, indexer)
+        cached_keys, rope = _index_part(kv_cache[0], shape, indexer), (cos_sin, shape.rope_dim)
         if not writes:
             slots = metadata.slot_mapping.long()
             cached_keys[slots // metadata.block_size, slots % metadata.block_size, 0] = index_key.to(cached_keys.dtype)
-        rope = cos_sin, shape.rope_dim
-        choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
+        if indexer.shape.pool_len:
+            write_pools(indexer, cached_keys[:, :, 0], metadata, kernels)
+            assert query_latents is not None
+            choice.take(choose_pools(indexer, normed, query_latents, cached_keys[:, :, 0], metadata, kernels))
+        else:
+            choice.take(choose_tokens(indexer, normed, query_latents, *rope, cached_keys, metadata, kernels))
     if choice is None or choice.slots is None:
         attended = kernels.paged_attention(row, *kv_cache, metadata, heads, sliding_window, weights.sinks)
     else:
@@ -131,7 +136,9 @@ def _latent_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
 
 
 def _index_part(head: torch.Tensor, shape: LatentShape, indexer: IndexerWeights) -> torch.Tensor:
-    """Returns the view [..., 2, index head_dim / 2] of the dimensions of an indexer's key."""
-    width = indexer.shape.head_dim // 2
+    """Returns the view [..., 2, n / 2] of the `n` dimensions that an indexer caches. With pools the first half is a
+    key, and the second the logarithms of its weights.
+    """
+    width = indexer.shape.cached_dim // 2
     first = shape.cached_dim // 2 + indexer.place * width
     return head.unflatten(-1, (2, -1))[..., first : first + width]

@@ -53,11 +53,15 @@ def index_keys(
     metadata: AttentionMetadata,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Returns the rotated keys of normed hidden states, float32 [num_tokens, head_dim]."""
+    """Returns what is cached of normed hidden states, float32 [num_tokens, cached_dim]: their rotated keys, and with
+    pools the logarithms of their weights.
+    """
     shape = weights.shape
-    keys = weights.keys.forward(normed, metadata).float()
-    keys = kernels.layer_norm(keys, weights.key_norm, shape.norm_eps) + weights.key_bias
-    return _rotated(keys.to(normed.dtype).unsqueeze(1), cos_sin, rope_dim, shape, metadata).squeeze(1)
+    projected = weights.keys.forward(normed, metadata)
+    keys, logits = projected.split((shape.head_dim, projected.shape[-1] - shape.head_dim), dim=-1)
+    keys = kernels.layer_norm(keys.float(), weights.key_norm, shape.norm_eps) + weights.key_bias
+    keys = _rotated(keys.to(normed.dtype).unsqueeze(1), cos_sin, rope_dim, shape, metadata).squeeze(1)
+    return torch.cat((keys, logits.float()), dim=-1)
 
 
 def choose_tokens(

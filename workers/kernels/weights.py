@@ -203,6 +203,9 @@ class IndexerWeights:
     growth: GrowthWeights | None = None
     place: int = 0
     """The place of its key among those that are cached beside one latent vector."""
+    pool_biases: torch.Tensor | None = None
+    """float32 [pool_len, head_dim], which are added to the logarithms of weights in a pool; None if there are no pools.
+    """
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -12,9 +12,8 @@ from manta.workers.models.compressed_shape import CompressedShape
 from manta.workers.models.compressed_specs import CompressedAttentionSpec, CompressorSpec, EntryIndexerSpec
 from manta.workers.models.dense import MOST_LAYERS, SLIDING, read_dense, read_kinds, read_partial_rope, trial_layers
 from manta.workers.models.experts import experts, read_num_experts, stored_either_way, with_limited_gates
-from manta.workers.models.hyper_connection_specs import with_connections
+from manta.workers.models.hyper_connection_specs import read_mixed_streams, with_connections
 from manta.workers.models.model_config import ExpertsConfig, IndexerShape, ModelConfig, RopeConfig
-from manta.workers.models.part_shapes import HyperConnections
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
 from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, TensorSpec, WeightPart
@@ -43,6 +42,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     for key in ("num_key_value_heads", "n_shared_experts"):
         raw[key].whole(1, most=1)
     raw["num_nextn_predict_layers"].whole(1, least=0)  # what drafts tokens has names of its own
+    raw.ignore("expert_dtype")  # the tensors say it themselves
     num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
     kinds, of_experts = _read_layer_kinds(raw, num_layers), _read_mlp_kinds(raw, num_layers)
     ropes = _read_ropes(raw)
@@ -74,11 +74,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
             hashed_layers=tuple(layer for layer, kind in enumerate(of_experts) if kind == _HASHED),
             gate_limit=raw["swiglu_limit"].number(10.0),
         ),
-        connections=HyperConnections(
-            num_streams=raw["hc_mult"].whole(4, most=64),
-            eps=raw["hc_eps"].number(1e-6, least=0, most=1),
-            mixing_steps=raw["hc_sinkhorn_iters"].whole(20, most=1000),
-        ),
+        connections=read_mixed_streams(raw),
     )
 
 

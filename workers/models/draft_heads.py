@@ -76,6 +76,7 @@ DRAFTING: dict[str, Callable[[ModelConfig], _StoredHead]] = {
     "Glm4MoeForCausalLM": _of_deepseek,
     "Glm4MoeLiteForCausalLM": _of_deepseek,
     "GlmMoeDsaForCausalLM": _of_deepseek,
+    "Glm5NextTextModel": _of_deepseek,
     "MiMoV2FlashForCausalLM": _of_mimo,
 }
 """The head of each family, by architecture. Of several heads the first one is run."""
@@ -111,6 +112,7 @@ def draft_head_config(config: ModelConfig) -> ModelConfig:
         layer_attends=(),
         experts=config.experts and msgspec.structs.replace(config.experts, dense_layers=dense_layers),
         indexer=config.indexer and msgspec.structs.replace(config.indexer, shared_layers=()),
+        connections=None,
         num_unused_layers=0,
         num_trial_layers=1,
         is_draft_head=True,

@@ -83,14 +83,15 @@ def with_limited_gates(experts: ExpertsSpec, limit: float, are_shared_limited: b
     """Returns the same experts, whose gates are bounded (`ExpertsConfig.gate_limit`); with `are_shared_limited` those
     of the expert that computes every token too.
     """
-
-    def limited(mlp: GatedMlpSpec) -> GatedMlpSpec:
-        return mlp._replace(gated=mlp.gated._replace(gate_limit=limit))
-
     shared = experts.shared
     if shared is not None and are_shared_limited:
-        shared = limited(shared)
-    return experts._replace(experts=tuple(map(limited, experts.experts)), shared=shared)
+        shared = limited_gates(shared, limit)
+    return experts._replace(experts=tuple(limited_gates(each, limit) for each in experts.experts), shared=shared)
+
+
+def limited_gates(mlp: GatedMlpSpec, limit: float) -> GatedMlpSpec:
+    """Returns the same MLP, whose gates are bounded."""
+    return mlp._replace(gated=mlp.gated._replace(gate_limit=limit))
 
 
 def stored_either_way(usual: ExpertsSpec, other: ExpertsSpec) -> ExpertsSpec:

@@ -27,6 +27,7 @@ from manta.workers.models import (
     glm4_moe,
     glm4_moe_lite,
     glm4v,
+    glm5_next,
     glm_moe_dsa,
     gpt_oss,
     granite,
@@ -145,6 +146,7 @@ _MODULES: tuple[Family, ...] = (
     deepseek_v32,
     deepseek_v4,
     glm_moe_dsa,
+    glm5_next,
     hy_v4,
     axk1,
     axk2,
@@ -177,7 +179,7 @@ FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 OTHER_MODEL_TYPES = ("exaone", "sarvam_moe")
 """Values of `model_type` whose checkpoints name the architecture of a native family, and name its tensors otherwise."""
 
-OTHER_NAMES = {"SarvamMLAForCausalLM": "DeepseekV3ForCausalLM"}
+OTHER_NAMES = {"Glm5NextForCausalLM": "Glm5NextTextModel", "SarvamMLAForCausalLM": "DeepseekV3ForCausalLM"}
 """Architectures that published configurations name, and those of the native families that they are."""
 
 

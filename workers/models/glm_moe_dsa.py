@@ -28,10 +28,11 @@ def read_config(raw: RawConfig) -> ModelConfig:
     indexer = read_indexer(raw, _INDEXER, _USUAL.rope_dim)
     config = latent.read_latent(raw, _USUAL, norm_eps=("rms_norm_eps", 1e-5), indexer=indexer)
     config = deepseek_v3.read_sigmoid_experts(raw, config, _EXPERTS)
-    return with_shared_layers(config, read_shared_layers(raw, config.num_layers, usual_kinds(raw, config.num_layers)))
+    usual = usual_indexer_kinds(raw, config.num_layers)
+    return with_shared_layers(config, read_shared_layers(raw, config.num_layers, usual))
 
 
-def usual_kinds(raw: RawConfig, num_layers: int) -> list[str]:
+def usual_indexer_kinds(raw: RawConfig, num_layers: int) -> list[str]:
     """Returns the kinds of layers by a text of letters, or a list, or by how often layers have an indexer."""
     pattern = raw["index_topk_pattern"]
     period, first = raw["index_topk_freq"].whole(1), raw["index_skip_topk_offset"].whole(2, least=0)

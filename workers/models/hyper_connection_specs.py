@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.part_shapes import HyperConnections
+from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, LayerSpec
 from manta.workers.models.weight_specs import ConnectionSpec, Split, TensorSpec
+
+
+def read_mixed_streams(raw: RawConfig) -> HyperConnections:
+    """Reads the shape of manifold-constrained hyper-connections (mHC)."""
+    return HyperConnections(
+        num_streams=raw["hc_mult"].whole(4, most=64),
+        eps=raw["hc_eps"].number(1e-6, least=0, most=1),
+        mixing_steps=raw["hc_sinkhorn_iters"].whole(20, most=1000),
+    )
 
 
 def with_connections(config: ModelConfig, spec: DecoderSpec) -> DecoderSpec:

@@ -16,15 +16,27 @@ from manta.workers.models.weight_specs import LinearSpec, NormSpec, Split, Tenso
 
 OWN, SHARED = "full", "shared"
 """Kinds of layers in `indexer_types`: with an indexer, and with the choice of the last layer before that has one."""
-_INDEXED = "indexed_attention"
-"""The kind of every layer in `layer_types`."""
+INDEXED = "indexed_attention"
+"""The kind of layers with an indexer in `layer_types`."""
+
+
+def read_rope_dim(raw: RawConfig, usual: int) -> int:
+    """Returns the number of dimensions of a query and a key that rotate: none in a family whose `usual` number is 0."""
+    value = raw["qk_rope_head_dim"]
+    return value.even(usual) if usual else value.whole(0, least=0, most=0)
 
 
 def read_indexer(
-    raw: RawConfig, usual: IndexerShape, rope_dim: int, *, reads_hidden_states: bool = False
+    raw: RawConfig,
+    usual: IndexerShape,
+    rope_dim: int,
+    *,
+    kinds: Sequence[str] = (INDEXED,),
+    reads_hidden_states: bool = False,
 ) -> IndexerShape:
-    """Returns the shape of the indexers of a model whose attention rotates `rope_dim` dimensions. `usual` has what a
-    configuration leaves out. `reads_hidden_states` says whether queries are products of hidden states.
+    """Returns the shape of the indexers of a model whose attention rotates `rope_dim` dimensions, and whose layers have
+    these `kinds`. `usual` has what a configuration leaves out. `reads_hidden_states` says whether queries are products
+    of hidden states.
 
     Raises `ConfigError` for sizes that do not fit, for other queries without a latent vector, and for layers of other
     kinds.
@@ -32,12 +44,12 @@ def read_indexer(
     rank, head_dim = raw["q_lora_rank"], raw["index_head_dim"].even(usual.head_dim)
     if rank.is_given and rank.value is None and not reads_hidden_states:
         raise rank.refused("a number, because the indexer's queries are products of the latent vector of queries")
-    rope_dim = raw["qk_rope_head_dim"].even(rope_dim)
+    rope_dim = read_rope_dim(raw, rope_dim)
     if head_dim < rope_dim:
         raise raw["index_head_dim"].refused(f"at least qk_rope_head_dim, {rope_dim}")
-    kinds = raw["layer_types"]
-    for kind in () if kinds.value is None else kinds.items():
-        kind.one_of(_INDEXED)
+    listed = raw["layer_types"]
+    for kind in () if listed.value is None else listed.items():
+        kind.one_of(*kinds)
     return msgspec.structs.replace(
         usual,
         num_heads=raw["index_n_heads"].whole(usual.num_heads),
@@ -78,11 +90,17 @@ def indexer(config: ModelConfig, index: int, prefix: str) -> IndexerSpec | None:
         return None
     assert latent is not None
     of_heads = WeightPart(f"{prefix}.wq_b", shape.num_heads * shape.head_dim)
+    keys, biases = [WeightPart(f"{prefix}.wk", shape.head_dim)], None
+    if shape.pool_len:
+        keys.append(WeightPart(f"{prefix}.index_kpool_compress_gate", shape.head_dim))
+        of_places = f"{prefix}.index_kpool_compress_ape"
+        biases = TensorSpec(of_places, (shape.pool_len, shape.head_dim), Split.NOTHING)
     return IndexerSpec(
         shape,
         queries=LinearSpec((of_heads,), latent.query_rank or config.hidden_size),
-        keys=LinearSpec((WeightPart(f"{prefix}.wk", shape.head_dim),), config.hidden_size),
+        keys=LinearSpec(tuple(keys), config.hidden_size),
         key_norm=NormSpec(f"{prefix}.k_norm", shape.head_dim),
         key_bias=TensorSpec(f"{prefix}.k_norm.bias", (shape.head_dim,), Split.NOTHING),
         shares=LinearSpec((WeightPart(f"{prefix}.weights_proj", shape.num_heads),), config.hidden_size),
+        pool_biases=biases,
     )

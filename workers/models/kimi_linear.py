@@ -74,7 +74,7 @@ def describe(config: ModelConfig) -> DecoderSpec:
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
     layer, prefix = latent.layer(config, index), f"model.layers.{index}"
     if config.states[index] is not None:
-        layer = layer._replace(mixer=_delta_attention(config, f"{prefix}.self_attn"))
+        layer = layer._replace(mixer=delta_attention(config, f"{prefix}.self_attn", has_wide_rates=True))
     assert config.experts is not None
     if index in config.experts.dense_layers:  # transformers writes other names than those of published files
         mlp, other = (llama.mlp(config, f"{prefix}.{name}") for name in ("mlp", "block_sparse_moe"))
@@ -83,13 +83,16 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     return layer._replace(mlp=experts(config, f"{prefix}.block_sparse_moe", choice_bias=bias, names=_NAMES))
 
 
-def _delta_attention(config: ModelConfig, prefix: str) -> RecurrentSpec:
+def delta_attention(config: ModelConfig, prefix: str, *, has_wide_rates: bool = False) -> RecurrentSpec:
+    """Returns Kimi's delta attention below `prefix`, whose decays and gates are products of narrow vectors. With
+    `has_wide_rates` the rates of decay are stored as [1, 1, num_heads, 1].
+    """
     shape = config.recurrent
     assert isinstance(shape, DeltaShape)
     hidden, heads, size = config.hidden_size, shape.num_value_heads, shape.sizes[0]
     mixed = [WeightPart(f"{prefix}.{name}_proj", size, Split.CHANNELS) for name in ("q", "k", "v")]
     beta = WeightPart(f"{prefix}.b_proj", heads, Split.CHANNELS)
-    narrow = shape.key_dim
+    narrow, rates_shape = shape.key_dim, (1, 1, heads, 1) if has_wide_rates else None
     return RecurrentSpec(
         RecurrentKind.KIMI_DELTA,
         shape,
@@ -105,7 +108,7 @@ def _delta_attention(config: ModelConfig, prefix: str) -> RecurrentSpec:
             "kernel": tuple(
                 TensorSpec(f"{prefix}.{name}_conv1d.weight", (size, 1, shape.width)) for name in ("q", "k", "v")
             ),
-            "rates": (TensorSpec(f"{prefix}.A_log", (heads,), is_log_rate=True, stored_shape=(1, 1, heads, 1)),),
+            "rates": (TensorSpec(f"{prefix}.A_log", (heads,), is_log_rate=True, stored_shape=rates_shape),),
             "time_bias": (TensorSpec(f"{prefix}.dt_bias", (size,)),),
             "norm": (TensorSpec(f"{prefix}.o_norm.weight", (shape.value_dim,), Split.NOTHING),),
         },

@@ -8,7 +8,7 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import read_dense, read_rope
-from manta.workers.models.indexer import indexer
+from manta.workers.models.indexer import indexer, read_rope_dim
 from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import IndexerShape, LatentShape, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
@@ -37,16 +37,18 @@ def read_latent(
         query_rank=_read_query_rank(raw, usual.query_rank),
         kv_rank=raw["kv_lora_rank"].even(usual.kv_rank),
         plain_dim=raw["qk_nope_head_dim"].whole(usual.plain_dim),
-        rope_dim=raw["qk_rope_head_dim"].even(usual.rope_dim),
+        rope_dim=read_rope_dim(raw, usual.rope_dim),
         value_dim=raw["v_head_dim"].whole(usual.value_dim),
     )
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):
-        raw[key].whole(1)  # the other sizes decide
-    width = shape.cached_dim + (0 if indexer is None else indexer.head_dim)
-    rope = msgspec.structs.replace(
-        read_rope(raw, *_rotated(shape, ropes_whole_queries), is_interleaved=is_interleaved),
-        rotary_dim=shape.rope_dim,
-    )
+        raw[key].whole(1, least=1 if shape.rope_dim else 0)  # the other sizes decide
+    width = shape.cached_dim + (0 if indexer is None else indexer.cached_dim)
+    rope = RopeConfig()
+    if shape.rope_dim:
+        rope = msgspec.structs.replace(
+            read_rope(raw, *_rotated(shape, ropes_whole_queries), is_interleaved=is_interleaved),
+            rotary_dim=shape.rope_dim,
+        )
     config = read_dense(raw, rope=rope, norm_eps=norm_eps, is_tied=is_tied, kv_heads=(1, width))
     has_biases = raw["attention_bias"].flag(False)
     if has_biases and shape.query_rank is None:

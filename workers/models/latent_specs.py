@@ -30,7 +30,7 @@ class IndexerSpec(NamedTuple):
     norm of hidden states.
     """
     keys: LinearSpec
-    """The linear from hidden states to the key."""
+    """The linear from hidden states to the key, and with pools to the logarithms of its weight in its pool."""
     key_norm: NormSpec
     key_bias: TensorSpec
     """[head_dim]: what is added to the normed key."""
@@ -42,6 +42,10 @@ class IndexerSpec(NamedTuple):
     """Factors on the queries; None for none."""
     place: int = 0
     """The place of its key among those that are cached beside one latent vector."""
+    pool_biases: TensorSpec | None = None
+    """[pool_len, head_dim]: what is added to the logarithms of weights, by the token's place in its pool; None if there
+    are no pools.
+    """
 
     def linears(self) -> Iterator[LinearSpec]:
         yield from (self.queries, self.keys, self.shares)
@@ -102,3 +106,5 @@ class LatentAttentionSpec(NamedTuple):
     def tensors(self) -> Iterator[TensorSpec]:
         if self.indexer is not None:
             yield self.indexer.key_bias
+            if self.indexer.pool_biases is not None:
+                yield self.indexer.pool_biases

@@ -44,7 +44,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     rotations = read_rotations(raw, num_layers)
     latents = tuple(shape if rotates else without for rotates in rotations)
     sources = _read_sources(raw, rotations)
-    shared = read_shared_layers(raw, num_layers, glm_moe_dsa.usual_kinds(raw, num_layers))
+    shared = read_shared_layers(raw, num_layers, glm_moe_dsa.usual_indexer_kinds(raw, num_layers))
     sizes = _read_experts(raw, num_layers)
     num_keys = [sum(sources[each] == source for each in range(num_layers) if each not in shared) for source in sources]
     widths = [own.cached_dim + count * indexer.head_dim for own, count in zip(latents, num_keys, strict=True)]

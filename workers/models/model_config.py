@@ -221,6 +221,23 @@ class IndexerShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the last dimensions of a head rotate, instead of the first."""
     norm_eps: float = 1e-6
     """The constant in the norm of the keys."""
+    pool_len: int = 0
+    """Neighbouring tokens that are chosen together, by a key that is made of theirs (GLM-5.3 Flash); 0 if tokens are
+    chosen one by one.
+    """
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers that are cached of a token: its key, and with pools as many numbers for the weight of its key."""
+        return self.head_dim * (2 if self.pool_len else 1)
+
+    @property
+    def pools(self) -> BlockIndexerShape:
+        """The choice of pools, if there are any."""
+        num_chosen = self.num_chosen // self.pool_len
+        return BlockIndexerShape(
+            num_heads=self.num_heads, head_dim=self.head_dim, block_len=self.pool_len, num_chosen=num_chosen
+        )
 
 
 class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):

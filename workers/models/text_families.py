@@ -65,6 +65,7 @@ TEXT_FAMILIES = {
     "glm4": TextFamily("Glm4ForCausalLM", Sizes(151552, 4096, 13696, 40, 32, 2, 131072)),
     "glm4_moe": TextFamily("Glm4MoeForCausalLM", Sizes(151552, 4096, 10944, 46, 96, 8, 131072)),
     "glm4_moe_lite": TextFamily("Glm4MoeLiteForCausalLM", Sizes(154880, 2048, 10240, 47, 20, None, 202752)),
+    "glm5_next_text": TextFamily("Glm5NextTextModel", Sizes(154880, 4096, 12288, 45, 64, None, 1048576)),
     "glm_moe_dsa": TextFamily("GlmMoeDsaForCausalLM", Sizes(154880, 6144, 12288, 78, 64, None, 202752)),
     "glm4v_moe_text": TextFamily("Glm4MoeForCausalLM", Sizes(151424, 4096, 10944, 46, 96, 8, 65536)),
     "glm4v_text": TextFamily("Glm4vTextModel", Sizes(151552, 4096, 13696, 40, 32, 2, 32768)),

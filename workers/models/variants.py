@@ -253,12 +253,17 @@ def check_draft_model(config: ModelConfig) -> None:
 
 def check_block_size(config: ModelConfig, block_size: int) -> None:
     """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill, or has
-    entries that such a block would part.
+    entries or pools of tokens that such a block would part.
     """
     if config.compressed is not None and block_size % config.compressed.spread:
         raise ModelError(
             f"{config.architecture} keeps each entry of compressed keys in the rows of {config.compressed.spread} "
             f"tokens, and block_size {block_size} is no multiple; set block_size to one"
+        )
+    if config.indexer is not None and config.indexer.pool_len and block_size % config.indexer.pool_len:
+        raise ModelError(
+            f"{config.architecture} chooses pools of {config.indexer.pool_len} tokens (index_kpool), and block_size "
+            f"{block_size} is no multiple; set block_size to one"
         )
     chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
     if any(chunk % block_size for chunk in chunks):

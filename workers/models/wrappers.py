@@ -36,6 +36,7 @@ WRAPPERS = {
     "Glm46VForConditionalGeneration": Wrapper("glm4v_text"),
     "Glm4vForConditionalGeneration": Wrapper("glm4v_text"),
     "Glm4vMoeForConditionalGeneration": Wrapper("glm4v_moe_text"),
+    "Glm5NextForConditionalGeneration": Wrapper("glm5_next_text", may_be_flat=True),
     "GlmAsrForConditionalGeneration": Wrapper("llama"),
     "GlmOcrForConditionalGeneration": Wrapper("glm_ocr_text"),
     "GotOcr2ForConditionalGeneration": Wrapper("qwen2"),

@@ -90,6 +90,7 @@ def _indexer(read: PartReader, spec: IndexerSpec) -> IndexerWeights:
         None if norm is None else (vector(f"{norm.name}.weight", norm.size), vector(f"{norm.name}.bias", norm.size)),
         None if growth is None else GrowthWeights(*growth),
         spec.place,
+        None if spec.pool_biases is None else read.tensor(spec.pool_biases),
     )
 
 

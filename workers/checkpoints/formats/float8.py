@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.checkpoints.formats.stored_part import EXPONENT_BIAS, EXPONENTS, StoredPart
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _ROWS_AT_A_TIME = 1024
@@ -34,14 +34,16 @@ def read_float8(part: StoredPart) -> QuantizedWeight | torch.Tensor:
 
 
 def _scales(part: StoredPart) -> torch.Tensor:
-    """Returns the scales, float32 [out_features, 1], or for blocks [num_blocks_of_rows, num_blocks_of_columns].
-    The weight is multiplied by them under either name.
+    """Returns the scales, float32 [out_features, 1], or for blocks [num_blocks_of_rows, num_blocks_of_columns], which
+    may be stored as powers of two. The weight is multiplied by them under either name.
     """
     suffix = "weight_scale_inv" if part.has("weight_scale_inv") else "weight_scale"
     if part.format.block is None:
         return part.grouped(suffix)
     height, width = part.format.block
     shape = (-(-part.out_features // height), -(-part.in_features // width))
+    if part.kind_of(suffix) in EXPONENTS:
+        return torch.exp2(part.stored(suffix, shape, torch.uint8).float() - EXPONENT_BIAS)
     return part.stored(suffix, shape, torch.float32)
 
 

@@ -15,6 +15,11 @@ from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError, WeightFormat
 from manta.workers.models.row_places import ExpertRows
 
+EXPONENTS = ("F8_E8M0", "U8")
+"""Kinds of tensors that hold powers of two as exponents of 8 bits (E8M0 of OCP's Microscaling Formats 1.0)."""
+EXPONENT_BIAS = 127
+"""The number that is added to each of these exponents."""
+
 
 class StoredTensors(Protocol):
     """The whole tensors of a checkpoint by name, as the readers of formats need them."""
@@ -60,6 +65,10 @@ class StoredPart(NamedTuple):
 
     def has(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in self.tensors
+
+    def kind_of(self, suffix: str) -> str | None:
+        """Returns the kind of a tensor; None if it is missing."""
+        return self.tensors.kind_of(f"{self.name}.{suffix}") if self.has(suffix) else None
 
     def stored(self, suffix: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return self.tensors.view(f"{self.name}.{suffix}", shape, kind)
