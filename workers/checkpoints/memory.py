@@ -290,12 +290,13 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     if is_gguf_folder(folder):
         return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
-    names = {name for _, entries in headers for name in entries}
-    text_of = _text_tensors if any(name.startswith(_OF_TEXT) for name in names) else _without_towers
-    of_text = [(path, text_of(entries)) for path, entries in headers]
-    if not (renames := renames_of(names)):
-        return of_text
-    return [(path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in of_text]
+    if renames := renames_of(name for _, entries in headers for name in entries):
+        headers = [
+            (path, {renamed(name, renames): entry for name, entry in entries.items()}) for path, entries in headers
+        ]
+    has_text = any(name.startswith(_OF_TEXT) for _, entries in headers for name in entries)
+    text_of = _text_tensors if has_text else _without_towers
+    return [(path, text_of(entries)) for path, entries in headers]
 
 
 _TEXT_NAMES = {
