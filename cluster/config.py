@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from manta.cluster import hub_pull
 from manta.cluster.kv_event_options import KVEventOptions
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
 from manta.cluster.option_reader import check_network, read_options, read_yaml
@@ -343,6 +344,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "tls_certificate is for the listener, and http_server is proxy: leave http_server out, or give the "
                 "certificate to what stands in front of Serve's proxies"
             )
+        for host in self.pull_hosts:
+            hub_pull.check_host(host)
         if self.pull_hosts and self.pull_hosts[0].startswith("*"):
             raise ValueError(f"pull_hosts: {self.pull_hosts[0]} are several, and the first is the hub; name that first")
         self._check_models()

@@ -31,7 +31,15 @@ TELL_S = 0.5
 HUB_TIMEOUT_S = 60.0
 """Longest wait in seconds for the hub's next bytes."""
 MOST_FILES = 10_000
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?", re.ASCII)
+MOST_PULLS = 2
+"""Downloads of an ingress at a time; further ones wait for their turn."""
+_MOST_TEXT = 2000
+"""Characters of what the hub or its library says that a refusal repeats."""
+_LINE_BYTES = 1 << 20
+_PART = r"[\w](?:[\w]|[.-](?![.-]))*(?<![.-])"
+"""A part of a hub id, as the hub defines it: `.` and `-` neither stand beside each other nor at an end."""
+_HUB_ID = re.compile(rf"{_PART}/{_PART}(@[\w.-]+)?", re.ASCII)
+_slots = asyncio.Semaphore(MOST_PULLS)
 _OTHER_NAMES = ("hf.co/", "huggingface.co/")
 """Beginnings of hub ids as Ollama writes them."""
 
@@ -73,11 +81,17 @@ def hub_id_of(name: str) -> str:
 
 async def pull(order: PullOrder) -> AsyncIterator[PullLine]:
     """Yields how far a download is; the last line has the folder. Raises what it is refused with."""
+    async with _slots:
+        async for line in _pull(order):
+            yield line
+
+
+async def _pull(order: PullOrder) -> AsyncIterator[PullLine]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "manta.cluster.hub_pull"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        limit=_LINE_BYTES,
         env={**os.environ, **_variables(order.hosts[0])},
     )
     assert process.stdin is not None
@@ -92,7 +106,8 @@ async def pull(order: PullOrder) -> AsyncIterator[PullLine]:
                 raise error_of(line.refusal)
             yield line
         if line.folder is None:
-            refuse("unavailable", cause="the process that downloads has ended", remedy="pull the model again")
+            cause = f"the process that downloads has ended with exit code {await process.wait()}"
+            refuse("unavailable", "model", order.hub_id, cause=cause, remedy="pull it again; the log may say why")
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -106,21 +121,32 @@ def _variables(hub: str) -> dict[str, str]:
 
 
 def _origin(host: str) -> str:
-    return host if "://" in host else f"https://{host}"
+    """Returns the origin of a host, or of a URL, as browsers write it: without a usual port, in lower case."""
+    parts = urllib.parse.urlsplit((host if "://" in host else f"https://{host}").lower())
+    usual = {"https": ":443", "http": ":80"}.get(parts.scheme, "")
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].removesuffix(usual)}"
+
+
+def check_host(host: str) -> None:
+    """Raises `ValueError` for an entry of `pull_hosts` that is no host and no origin."""
+    parts = urllib.parse.urlsplit(host if "://" in host else f"https://{host}")
+    if parts.scheme not in ("https", "http") or not parts.hostname or parts.path or parts.query or "@" in parts.netloc:
+        raise ValueError(
+            f"pull_hosts: {host} is none of a host (huggingface.co), all hosts below a name (*.hf.co), and an origin "
+            "(http://mirror.example:8080)"
+        )
 
 
 def is_allowed(url: str, hosts: Sequence[str]) -> bool:
     """Returns whether a URL is one of `hosts`: a name, which stands for HTTPS at its usual port, `*.NAME` for all names
     below it, or an origin (`http://mirror.example:8080`).
     """
-    asked = urllib.parse.urlsplit(url)
-    origin = f"{asked.scheme}://{asked.netloc.rpartition('@')[2]}"
+    origin, name = _origin(url), urllib.parse.urlsplit(url).hostname or ""
     for host in hosts:
         if host.startswith("*."):
-            name = asked.hostname or ""
-            if origin == f"https://{name}" and name.endswith(host[1:]):
+            if origin == f"https://{name}" and name.endswith(host[1:].lower()):
                 return True
-        elif origin in (_origin(host), f"{_origin(host)}:443"):
+        elif origin == _origin(host):
             return True
     return False
 
@@ -139,7 +165,7 @@ def download(order: PullOrder, tell: Callable[[PullLine], None]) -> None:
         if not is_allowed(str(request.url), order.hosts):
             refuse("not_allowed", "model", order.hub_id, remedy="add it to pull_hosts", cause=_asks(request.url.host))
 
-    client = type(get_session())
+    client, _cached = type(get_session()), huggingface_hub.try_to_load_from_cache
     hooks = {"request": [check]}  # each redirect is a request
     huggingface_hub.set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=HUB_TIMEOUT_S))
     hub = huggingface_hub.HfApi()
@@ -148,7 +174,9 @@ def download(order: PullOrder, tell: Callable[[PullLine], None]) -> None:
     assert commit is not None
     sizes = _sizes(hub.list_repo_tree(name, recursive=True, revision=commit))
     total = sum(sizes.values())
-    _check(order, sizes, total, pathlib.Path(huggingface_hub.constants.HF_HUB_CACHE))
+    missing = [path for path in sizes if not isinstance(_cached(name, path, revision=commit), str)]
+    cache = pathlib.Path(huggingface_hub.constants.HF_HUB_CACHE)
+    _check(order, sizes, total, sum(sizes[path] for path in missing), cache)
     tell(PullLine("pulling manifest"))
     progress = _Progress(PullLine(f"pulling {order.hub_id}", commit, total, 0), tell)
 
@@ -184,8 +212,10 @@ def _sizes(entries: Iterable[Any]) -> dict[str, int]:
     return sizes
 
 
-def _check(order: PullOrder, sizes: dict[str, int], total: int, cache: pathlib.Path) -> None:
-    """Refuses a model that is not in the form that is served, and one that has too many bytes."""
+def _check(order: PullOrder, sizes: dict[str, int], total: int, missing: int, cache: pathlib.Path) -> None:
+    """Refuses a model that is not in the form that is served, and one that has too many bytes, of which `missing` are
+    not in the cache.
+    """
     if "config.json" not in sizes:
         cause = "the repository has no config.json beside its weights"
         refuse("unfit", "model", order.hub_id, remedy="pull one with safetensors", cause=cause)
@@ -193,8 +223,8 @@ def _check(order: PullOrder, sizes: dict[str, int], total: int, cache: pathlib.P
         refuse("over_limit", "model", total, order.max_bytes, "raise max_pull_bytes", unit="bytes")
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
-    if total > free:
-        refuse("over_limit", "model", total, free, "make room on the disk", unit="bytes")
+    if missing > free:
+        refuse("over_limit", "model", missing, free, "make room on the disk", unit="bytes")
 
 
 class _Progress:
@@ -207,8 +237,12 @@ class _Progress:
         self._told = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Counts bytes that have come."""
-        self.completed = min(self.completed + count, self._line.total or 0)
+        """Counts bytes that have come. Refuses more than the hub has listed."""
+        self.completed += count
+        total = self._line.total or 0
+        if self.completed > total:
+            remedy = "pull it from another host"
+            refuse("over_limit", "model", self.completed, total, remedy, unit="bytes that are listed")
         if time.monotonic() - self._told >= TELL_S:
             self.become(self.completed)
 
@@ -228,7 +262,7 @@ def _refusal(hub_id: str, error: Exception) -> Refusal:
         return Refusal("not_allowed", "model", hub_id, remedy="set HF_TOKEN on the server", cause="it is gated")
     if isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):
         return Refusal("unknown_object", "model", hub_id, remedy="check its name", unit="model of the hub")
-    cause = f"the hub does not send it: {type(error).__name__}: {error}"
+    cause = f"the hub does not send it: {type(error).__name__}: {error}"[:_MOST_TEXT]
     return Refusal("unavailable", "model", hub_id, remedy="pull it again later", cause=cause)
 
 

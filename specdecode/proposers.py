@@ -376,7 +376,9 @@ class ProposerChain:
     def _requests(self, output: StepOutput) -> list[DraftRequest]:
         requests = []
         for sequence_id, token_ids in output.token_ids.items():
-            state = self._state.sequences[sequence_id]
+            state = self._state.sequences.get(sequence_id)
+            if state is None:  # the next step, which has been planned, ends the sequence
+                continue
             if sequence_id in self._plain or not set(state.stop_ids.tolist()).isdisjoint(token_ids):
                 continue
             end = self._max_model_len

@@ -192,7 +192,7 @@ async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
         ingress._listener.should_exit = True
         assert ingress._listener._serving is not None
         await asyncio.wait_for(ingress._listener._serving, PATIENCE_S)
-        for opened in replica._sender._connections.values() if isinstance(replica, EngineReplica) else ():
+        for opened in replica._sender.connections.values() if isinstance(replica, EngineReplica) else ():
             (await opened).close()
         await asyncio.to_thread(replica.close)
 

@@ -89,7 +89,9 @@ class KVCacheManager:
 
     @property
     def _num_gained(self) -> int:
-        """Number that grows by at least one for each block by which `_num_missing` of a waiting sequence shrinks."""
+        """Number that grows by at least one for each block by which `_num_missing` of a waiting sequence shrinks, until
+        another sequence starts.
+        """
         return self.blocks.num_free + self.blocks.num_stored
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
@@ -225,6 +227,7 @@ class KVCacheManager:
         """Starts the sequence on the cached blocks of its prefix; it computes from their end on. The step with this id
         is the first that does so.
         """
+        self._refused = None  # it may share blocks of the prefix that another sequence waits for
         self.blocks.share(_real(prefix))
         sequence.block_tables = prefix
         sequence.num_shared_blocks = sequence.num_registered_blocks = sequence.num_blocks

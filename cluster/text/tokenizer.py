@@ -190,6 +190,8 @@ class WindowDecoder:
 
     def decode(self, token_ids: Sequence[int], final: bool) -> str:
         self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
+        if self._num_read == len(self._window):
+            return ""
         before = self._fast.decode(self._window[: self._num_read], skip_special_tokens=False)
         text = self._fast.decode(self._window, skip_special_tokens=False)
         is_given_up = self._num_unfinished == MOST_UNFINISHED

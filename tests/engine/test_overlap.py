@@ -85,7 +85,9 @@ def engine(num_blocks: int, overlap: str) -> Engine:
             max_num_batched_tokens=48,
             max_num_sequences=6,
             overlap="on" if speculates else overlap,  # type: ignore[arg-type]
-            speculative=SpeculativeConfig(proposers=("forced", "ngram"), ngram_min=1, adaptive=overlap == "rests")
+            speculative=SpeculativeConfig(
+                proposers=("forced", "prediction", "ngram"), ngram_min=1, adaptive=overlap == "rests"
+            )
             if speculates
             else None,
             constraints=ConstraintLimits(compile_seconds=PATIENCE_S),
@@ -438,8 +440,17 @@ def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch)
     assert sum(one.stats().drafts.drafted["ngram"]) > num_drafted
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def test_a_request_with_a_prediction_may_start_in_the_step_that_ends_another() -> None:
+    """The step was planned before the tokens of the step with that other sequence were known."""
+    plain, predicted = (
+        [Request(number % len(PROMPTS), greedy(4 + number % 7, prediction), arrival=2 * number) for number in range(24)]
+        for prediction in ((), (7, 7, 7, 7))
+    )
+    assert Run(engine(ROOMY, "device rests"), predicted).answers == Run(engine(ROOMY, "off"), plain).answers
+
+
+def greedy(max_tokens: int, prediction: tuple[int, ...] = ()) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prediction_token_ids=prediction)
 
 
 def test_asynchronous_devices_overlap_unless_the_option_forbids(

@@ -222,7 +222,7 @@ def test_a_request_on_a_breaking_connection_continues(monkeypatch: pytest.Monkey
     async def test() -> None:
         async with local_server() as server:
             assert (await server.post(max_tokens=1))[0] == 200
-            (opened,) = server.replica._sender._connections.values()
+            (opened,) = server.replica._sender.connections.values()
             connection = await opened
             send = Connection.send
             Connection.send = lambda _, message: None  # type: ignore[method-assign]

@@ -82,7 +82,7 @@ class Ends:
         await until(lambda: len(self.outputs) == expected)
 
     def close(self, address: Address) -> None:
-        self.sender._connections[address].result().close()
+        self.sender.connections[address].result().close()
 
 
 @async_test
@@ -170,13 +170,13 @@ async def test_an_unreadable_message_ends_the_connection(caplog: pytest.LogCaptu
     address = await ends.receiver.start()
     await ends.sender.connect(address)
     await ends.check(address)
-    (connection,) = ends.receiver._connections
+    (connection,) = ends.receiver.connections
     connection.send(["a kind that nobody knows"])
     await until(lambda: ends.lost == [address])
     assert f"the ingress at 127.0.0.1:{address.port} sent a message that cannot be read here" in caplog.text
-    await until(lambda: not ends.receiver._connections)
+    await until(lambda: not ends.receiver.connections)
     await ends.sender.connect(address)
-    ends.sender._connections[address].result().send(["no outputs"])
+    ends.sender.connections[address].result().send(["no outputs"])
     await until(lambda: len(ends.lost) == 2)
     assert "engine engine sent a message that cannot be read here (both are of Manta" in caplog.text
     await ends.sender.connect(address)
@@ -220,7 +220,7 @@ async def test_one_failed_connect_keeps_later_connections() -> None:
                 await ends.sender.connect(address)
 
         await asyncio.gather(insist(), once())
-        assert address in ends.sender._connections
+        assert address in ends.sender.connections
         ends.close(address)
 
 
@@ -232,7 +232,7 @@ async def test_any_connection_error_causes_a_new_connection(number: int) -> None
     await ends.sender.connect(address)
     await ends.check(address)
     # What the transport tells where the network fails.
-    ends.sender._connections[address].result()._reader.set_exception(OSError(number, os.strerror(number)))
+    ends.sender.connections[address].result()._reader.set_exception(OSError(number, os.strerror(number)))
     await until(lambda: ends.lost == [address])
     await ends.sender.connect(address)
     await ends.check(address)
@@ -273,7 +273,7 @@ async def test_only_a_stream_without_progress_is_given_up(
                 await until(lambda attempt=attempt: are_at(attempt))  # type: ignore[misc]
                 if number + 1 == first_stuck:
                     stands.set()
-                for opened in list(server.replica._sender._connections.values()):
+                for opened in list(server.replica._sender.connections.values()):
                     (await opened).close()
             stands.clear()
             text += await asyncio.wait_for(reader.read(-1), PATIENCE_S)
@@ -309,7 +309,7 @@ async def test_a_death_before_a_request_begins_blames_nobody(monkeypatch: pytest
         for number in range(3):
             await until(lambda number=number: len(held) > number)  # type: ignore[misc]
             await until(lambda: all(run.connection for run in runs.values()))
-            for opened in list(server.replica._sender._connections.values()):
+            for opened in list(server.replica._sender.connections.values()):
                 (await opened).close()
         text = await reader.readuntil(b"0\r\n\r\n")
         assert b"engine processes died" not in text

@@ -116,7 +116,7 @@ async def test_an_output_after_a_stop_string_cancels_no_result() -> None:
         client._receiver._on_results = note
         text = client.tokenizer.decode(reference_greedy(checkpoint("llama"), PROMPT, NUM_TOKENS))
         submission = await submit(client, "stopped", params(max_tokens=400, stop=(text[-3:],)))
-        (connection,) = client.over_channel._connections.values()
+        (connection,) = client.over_channel.connections.values()
         await read(submission)
         assert not client.runs
         client._on_outputs([SequenceOutput("stopped-0", 0, [5])], connection)

@@ -96,7 +96,7 @@ def test_the_wire_shows_neither_tokens_nor_secret(
         await until(lambda: ingress.tokens == list(range(300)))
         found = [text in wire.seen for text in (b"the-request", address.secret.encode())]
         assert found == [not is_secured] * 2
-        sender._connections[address].result().close()
+        sender.connections[address].result().close()
         await ingress.receiver.close()
 
     run(main())
@@ -120,13 +120,13 @@ def test_engines_without_the_nodes_certificate_are_rejected(
         silent = engine()
         await silent.connect(address)
         silent.send(address, [SequenceOutput("a", 0, [1])])
-        await until(lambda: not silent._connections)
+        await until(lambda: not silent.connections)
         own.take_effect(monkeypatch)
         sender = engine()
         await sender.connect(address)
         sender.send(address, [SequenceOutput("a", 0, [2])])
         await until(lambda: ingress.tokens == [2])
-        sender._connections[address].result().close()
+        sender.connections[address].result().close()
         await ingress.receiver.close()
 
     run(main())

@@ -107,7 +107,7 @@ class TwoIngresses:
         ingress._listener.should_exit = ingress._listener.force_exit = True
         assert receiver._server is not None
         receiver._server.close()
-        for opened in receiver._connections:
+        for opened in receiver.connections:
             opened._writer.transport.abort()
         assert ingress._listener._serving is not None
         await ingress._listener._serving

@@ -10,7 +10,8 @@
 
 extern "C" {
 void manta_rms_norm(int, const void*, void*, const void*, void*, int, int, float);
-void manta_gate(int, int, const void*, void*, int, int);
+int manta_gates_layout(int);
+void manta_gate(int, int, float, const void*, void*, int, int);
 void manta_rope_and_cache(int, int, void*, const float*, const int64_t*, const int64_t*, void*, void*, const void*,
                           const void*, int, int, int64_t, int, int, int, float);
 void manta_paged_attention(int, int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
@@ -28,7 +29,6 @@ void manta_pack_quantized(const void*, const void*, const void*, const void*, vo
 void manta_quantized_linear(int, const void*, const void*, const void*, const void*, const void*, void*, int, int, int,
                             int, int, int, int, int, int, int);
 void manta_head_products(int, const void*, const void*, void*, int, int, int, int, int, int);
-void manta_softmax(const float*, float*, int64_t, int);
 void manta_log1p(const float*, float*, int64_t);
 }
 
@@ -91,6 +91,7 @@ int64_t call(Result (*function)(Types...), const std::vector<Argument>& argument
 int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
 #define KERNEL(function) if (name == #function) return call(function, arguments)
     KERNEL(manta_rms_norm);
+    KERNEL(manta_gates_layout);
     KERNEL(manta_gate);
     KERNEL(manta_rope_and_cache);
     KERNEL(manta_paged_attention);
@@ -105,7 +106,6 @@ int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
     KERNEL(manta_round_weight);
     KERNEL(manta_quantized_linear);
     KERNEL(manta_head_products);
-    KERNEL(manta_softmax);
     KERNEL(manta_log1p);
     exit(3);
 }

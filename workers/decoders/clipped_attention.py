@@ -4,8 +4,6 @@ earlier tokens are added to keys and values, in some layers with taps that depen
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from manta.workers.decoders.distance_attention import attend_with_distances
@@ -116,7 +114,7 @@ def _convolved(
     for lag in range(width):
         earlier = _earlier(wide, lag, width, window, step, kernels.recurrent).unflatten(-1, (heads.num_kv_heads, -1))
         total = total + earlier * (by_head[..., -1 - lag] + added[..., lag])
-    return total.flatten(1) / math.sqrt(2 * width + 1)
+    return total.flatten(1) / (2 * width + 1) ** 0.5
 
 
 def _earlier(

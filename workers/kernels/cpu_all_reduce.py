@@ -151,7 +151,8 @@ class _RowParallelLinear(SummedLinear):
 
     def native(self) -> NativeLinear:
         inner = self._native_linear.native()
-        self._state = _RowParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._sizes)
+        if self._state is None:  # callers keep its address
+            self._state = _RowParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._sizes)
         return _native(self._group._library.manta_run_row_parallel, self._state, self._group, inner)
 
 
@@ -169,7 +170,8 @@ class _ColumnParallelLinear(GatheringLinear):
 
     def native(self) -> NativeLinear:
         inner = self._native_linear.native()
-        self._state = _ColumnParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._row_bytes)
+        if self._state is None:
+            self._state = _ColumnParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._row_bytes)
         return _native(self._group._library.manta_run_column_parallel, self._state, self._group, inner)
 
 

@@ -1,4 +1,4 @@
-"""Parts of a model that torch computes without the option `exact`: thin ctypes calls into `exact.cpp`.
+"""Routers of all models, and parts that torch computes without the option `exact`: thin ctypes calls into `exact.cpp`.
 
 The results have the same bits in every form of the kernels and beside any other rows. They need the compiled kernels,
 without which `exact` is refused (`workers/exact.py`).

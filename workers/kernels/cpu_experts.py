@@ -87,6 +87,7 @@ def route(
         return expert_choice.route(logits, choice_bias, config, step)
     logits = logits.contiguous()
     num_rows, num_scores = logits.shape
+    assert config.num_chosen <= num_scores
     shares = torch.empty(num_rows, config.num_chosen)
     chosen = torch.empty(num_rows, config.num_chosen, dtype=torch.int64)
     routing = _routing(config, num_scores, choice_bias)

@@ -19,7 +19,7 @@ from manta.workers.kernels.weights import Linear
 class _GatedLinear(ctypes.Structure):
     _fields_ = [
         ("linear", c_void_p),
-        *[(name, c_int) for name in ("dtype", "width", "in_features", "kind")],
+        *[(name, c_int) for name in ("dtype", "width", "in_features", "kind", "is_whole")],
         ("limit", c_float),
     ]
 
@@ -70,12 +70,12 @@ class GateShape(NamedTuple):
     activation: str
     """A key of `ALL_GATE_KINDS`."""
     limit: float
-    """That of `limited_gate`."""
+    """The bound of the gate, as `limited_gate` has it; 0 for none."""
     dtype: torch.dtype
     width: int
-    """Of what the gates let through."""
+    """The width of the result."""
     in_features: int
-    """Of the linear before them."""
+    """The inputs of the linear before the gate."""
 
 
 class NativeGatedLinear(GatedLinear):
@@ -99,7 +99,8 @@ class NativeGatedLinear(GatedLinear):
             self._call = LinearCall(inner.run, inner.state)
             shape, call = self._shape, ctypes.addressof(self._call)
             kind, limit = ALL_GATE_KINDS[shape.activation], rounded_limit(shape.limit, shape.dtype)
-            self._state = _GatedLinear(call, DTYPES[shape.dtype], shape.width, shape.in_features, kind, limit)
+            sizes, is_whole = (shape.width, shape.in_features), inner.begin is not None
+            self._state = _GatedLinear(call, DTYPES[shape.dtype], *sizes, kind, is_whole, limit)
         run = ctypes.cast(library.manta_run_gated_linear, c_void_p).value
         assert run is not None
         return NativeLinear(run, ctypes.addressof(self._state), inner.raise_error, begin=inner.begin)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.kernels import build, convolution, cpu_products, layout, recurrence, recurrent_layer
 from manta.workers.kernels.cpu_linear import DTYPES
@@ -60,7 +59,7 @@ def _library() -> ctypes.CDLL | None:
         library.manta_gated_norm.argtypes = [POINTER(_GatedNorm)]
         library.manta_unit_heads.argtypes = [c_void_p, c_void_p, c_int64, c_int, c_float, c_float]
         library.manta_softplus.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int]
-        for name in ("sigmoid", "silu", "gelu", "exp", "sqrt"):
+        for name in ("sigmoid", "silu", "exp", "sqrt"):
             getattr(library, f"manta_{name}").argtypes = [c_void_p, c_void_p, c_int64]
         library.manta_cap.argtypes = [c_void_p, c_void_p, c_int64, c_float]
         library.manta_sums_of_squares.argtypes = [c_void_p, c_void_p, c_int64, c_int]
@@ -76,7 +75,6 @@ def _library() -> ctypes.CDLL | None:
             "softplus",
             "sigmoid",
             "silu",
-            "gelu",
             "exp",
             "sqrt",
             "cap",
@@ -229,10 +227,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     return _of_each("silu", recurrent_layer.silu, x)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    return _of_each("gelu", F.gelu, x)
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:

@@ -35,12 +35,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
 
-def clamped_gate(
-    gates: torch.Tensor, up: torch.Tensor, sigmoid: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid
-) -> torch.Tensor:
+def clamped_gate(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gpt-oss's gates: clamped to 7, a sigmoid of 1.702 times the gate, and one added to what is let through."""
     gates, up = gates.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1) * (gates * sigmoid(gates * 1.702))
+    return (up + 1) * (gates * torch.sigmoid(gates * 1.702))
 
 
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

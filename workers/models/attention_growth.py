@@ -17,6 +17,8 @@ def even_context(config: ModelConfig) -> int | None:
     if not num_growing:
         return None
     experts, attended = config.experts, config.num_heads * config.head_dim
-    inner = config.intermediate_size if experts is None else experts.num_chosen * experts.intermediate_size
+    inner = config.intermediate_size
+    if experts is not None:
+        inner = experts.num_chosen * experts.intermediate_size + experts.shared_intermediate_size
     widths = 2 * attended + 2 * config.num_kv_heads * config.head_dim + 3 * inner
     return config.num_layers * config.hidden_size * widths // (2 * num_growing * attended)

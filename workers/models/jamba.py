@@ -36,7 +36,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         layer_ropes=(None,) * config.num_layers,
         experts=ExpertsConfig(
             num_experts=num_experts,
-            num_chosen=raw["num_experts_per_tok"].whole(2),
+            num_chosen=raw["num_experts_per_tok"].whole(2, most=max(2, num_experts)),
             intermediate_size=config.intermediate_size,
             dense_layers=dense,
         )

@@ -148,7 +148,7 @@ def load_table(
 ) -> torch.Tensor | None:
     """Returns the experts of each token, int64 [vocab_size, num_chosen]; None without a name.
 
-    Raises `ModelError` for unknown ones.
+    Raises `ModelError` for unknown ones, and for a token with one expert twice.
     """
     if name is None:
         return None
@@ -157,4 +157,6 @@ def load_table(
     stored = checkpoint.view(name, (config.vocab_size, experts.num_chosen), torch.int64)
     if not stored.is_meta and not 0 <= int(stored.min()) <= int(stored.max()) < experts.num_experts:
         raise ModelError(f"tensor {name} has numbers that are none of the {experts.num_experts} experts")
+    if not stored.is_meta and bool((stored.sort(-1).values.diff(dim=-1) == 0).any()):
+        raise ModelError(f"tensor {name} names an expert twice for one token; each of its experts must be another")
     return platform.place_weight(stored, torch.int64)

@@ -225,6 +225,11 @@ async def _pulled_already() -> AsyncIterator[OllamaStatus]:
 async def _pulled(state: AppState, name: str) -> AsyncIterator[OllamaStatus]:
     """Downloads a model of a hub id and adds it. Yields how far that is."""
     models, hub_id = changed_models(state), hub_id_of(name)
+    for taken in (name, hub_id):
+        if state.models.owner_of(taken) is not None:
+            refuse(
+                "name_taken", "model", taken, "a name that is served", "pull another model, or remove that one first"
+            )
     folder = None
     async for line in hub_pull.pull(PullOrder(hub_id, state.config.pull_hosts, state.config.max_pull_bytes)):
         folder = line.folder

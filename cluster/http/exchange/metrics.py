@@ -45,8 +45,8 @@ TAKEOVER_PHASES = ("notice", "place", "prepare", "queue", "compute", "deliver")
 - from there until the ingress has that token.
 """
 WATCHED_STATUSES = ("200", "429", "500", "503")
-"""HTTP statuses whose counts are 0 before the first such answer: a rate is taken from the second sample on, so that of
-a counter that begins at its first failures these would be missing.
+"""HTTP statuses whose counts are 0 before the first such answer. A rate needs two samples, and a counter that appears
+with its first failure would hide that failure.
 """
 _GRAMMAR_POOL = (
     ("num_sessions", "sessions", "Running sequences with a grammar."),

@@ -213,7 +213,8 @@ class OutputReceiver:
         self._address: Address | None = None
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
+        """The open ones."""
         self._tls: ssl.SSLContext | None = None
         self._unproven: dict[Connection, None] = {}
         """Connections that have not shown the secret, oldest first."""
@@ -232,7 +233,7 @@ class OutputReceiver:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
-        self._connections.add(connection)
+        self.connections.add(connection)
         is_known = False
         try:
             hello = await self._hello_of(connection)
@@ -260,7 +261,7 @@ class OutputReceiver:
             else:
                 logger.warning("a connection to the output channel did not show its secret")
         finally:
-            self._connections.discard(connection)
+            self.connections.discard(connection)
             if is_known:
                 self._on_lost(connection)
             connection.close()
@@ -288,9 +289,9 @@ class OutputReceiver:
         if self._server is None:
             return
         self._server.close()
-        for connection in self._connections:
+        for connection in self.connections:
             connection.close()
-        while self._connections:
+        while self.connections:
             await asyncio.sleep(0)
 
 
@@ -321,22 +322,23 @@ class OutputSender:
         self._is_away = is_away
         self._on_keep = on_keep
         self._on_request = on_request
-        self._connections: dict[Address, asyncio.Task[Connection]] = {}
+        self.connections: dict[Address, asyncio.Task[Connection]] = {}
+        """Those that are open or being opened, by the address of the ingress."""
         self._readers: set[asyncio.Task[None]] = set()
 
     async def connect(self, address: Address) -> None:
         """Opens a connection unless there is one. Raises `OSError` if the ingress cannot be reached; the next call
         tries again.
         """
-        task = self._connections.get(address)
+        task = self.connections.get(address)
         if task is None:
-            task = self._connections[address] = asyncio.ensure_future(self._open(address))
+            task = self.connections[address] = asyncio.ensure_future(self._open(address))
             task.add_done_callback(lambda opened: self._forget_failed(address, opened))
         await asyncio.shield(task)
 
     def _forget_failed(self, address: Address, opened: asyncio.Task[Connection]) -> None:
         if opened.cancelled() or opened.exception() is not None:
-            del self._connections[address]
+            del self.connections[address]
 
     async def _open(self, address: Address) -> Connection:
         context = client_context()
@@ -372,7 +374,7 @@ class OutputSender:
             why = versions_beside(address.version)
             logger.warning(_UNREADABLE, f"the ingress at {address.host}:{address.port}", why, exc_info=True)
         finally:
-            del self._connections[address]
+            del self.connections[address]
             connection.close()
             self._on_lost(address)
 
@@ -380,19 +382,19 @@ class OutputSender:
         self, address: Address, outputs: list[SequenceOutput], results: Sequence[tuple[str, RequestResult]] = ()
     ) -> None:
         """Sends one step's outputs and results, or drops them if the ingress is gone."""
-        task = self._connections.get(address)
+        task = self.connections.get(address)
         if task is not None and _is_open(task):
             task.result().send(Frame(outputs, self._take_report(address), self._is_away(), results=list(results)))
 
     def send_kept(self, address: Address, message: FromKeeper) -> None:
         """Sends a message of the keeper, or drops it if the ingress is gone."""
-        task = self._connections.get(address)
+        task = self.connections.get(address)
         if task is not None and _is_open(task):
             task.result().send(Frame([], None, self._is_away(), [message]))
 
     def beat(self) -> None:
         """Sends an empty frame on each connection that had no frame since the last call or has a report due."""
-        for address, task in self._connections.items():
+        for address, task in self.connections.items():
             if _is_open(task):
                 connection, report = task.result(), self._take_report(address)
                 if report is not None or not connection.has_sent:

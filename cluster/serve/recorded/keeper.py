@@ -4,9 +4,8 @@ An ingress writes each recording to one keeper, and shows its readers only what 
 connection to that ingress breaks, its streams are orphans: the keeper offers each to another ingress, which claims and
 continues it. It does so at once if the ingress's process has ended, and otherwise after a grace period, because an
 ingress that lives writes them elsewhere. The same happens if the ingress is silent while another one reads its streams.
-The keeper decides who owns
-its copy: a claim raises the copy's epoch, and writes of an earlier epoch are refused. All messages travel over the
-token channel. A keeper knows nothing of the engine in whose process it is.
+The keeper decides who owns its copy: a claim raises the copy's epoch, and writes of an earlier epoch are refused. All
+messages travel over the token channel. A keeper knows nothing of the engine in whose process it is.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ ENDED_EVERY_S = 0.005
 """Seconds between the offers of two ended streams. An ingress may have hundreds, and the streams that run would have to
 wait while all are copied.
 """
+BETWEEN_OFFERS_S = 0.05
+"""Least seconds between two looks for orphans to offer, each of which reads all streams."""
 OFFER_S = 1.0
 """Seconds between two offers of orphans that nobody has claimed."""
 
@@ -167,7 +168,7 @@ class Keeper:
         now, orphans = time.monotonic(), [each for each in self._streams.values() if each.owner == address]
         num_ended = 0
         for stream in orphans:
-            later_s = ENDED_AFTER_S + num_ended * ENDED_EVERY_S if stream.is_ended else 0.0
+            later_s = min(ENDED_AFTER_S + num_ended * ENDED_EVERY_S, stream.keep_s / 2) if stream.is_ended else 0.0
             num_ended += stream.is_ended
             stream.owner, stream.orphan_since, stream.offered_at = None, now, now + GRACE_S + later_s
         if orphans:
@@ -282,4 +283,4 @@ class Keeper:
                 self._send(ingresses[self._num_offers % len(ingresses)], Notice(stream_id, "orphan"))
         if orphans:
             next_s = min(stream.offered_at for _, stream in orphans) - now
-            self._offer_in(max(next_s, 0.0 if ingresses else OFFER_S))
+            self._offer_in(max(next_s, BETWEEN_OFFERS_S if ingresses else OFFER_S))

@@ -29,7 +29,7 @@ class ChannelCalls:
     def __init__(self, known: Replicas, hold: Callable[[ChosenReplica], Awaitable[None]]) -> None:
         self._known = known
         self._hold = hold
-        self._connections: dict[str, Connection] = {}
+        self.connections: dict[str, Connection] = {}
         """The latest connection of each replica that takes requests over it."""
         self._open: dict[str, tuple[Connection, asyncio.Future[RequestResult]]] = {}
         """Requests without a result, by id."""
@@ -54,12 +54,12 @@ class ChannelCalls:
 
     def connected(self, connection: Connection) -> None:
         if connection.takes_requests:
-            self._connections[connection.replica] = connection
+            self.connections[connection.replica] = connection
 
     def lost(self, connection: Connection) -> None:
         """Ends the calls over a connection that broke, which raise `ConnectionError`."""
-        if self._connections.get(connection.replica) is connection:
-            del self._connections[connection.replica]
+        if self.connections.get(connection.replica) is connection:
+            del self.connections[connection.replica]
         for over, result in self._open.values():
             if over is connection and not result.done():
                 result.set_exception(ConnectionError("the engine has lost its connection to this process"))
@@ -77,13 +77,13 @@ class ChannelCalls:
         Raises `EngineFailed` if the engine fails, and `ConnectionError` if its connection breaks.
         """
         running = self._known.running.get(deployment)
-        if not running or not running <= self._connections.keys():
+        if not running or not running <= self.connections.keys():
             return None
         try:
             replica, (placed,) = self._known.place([request], deployment, self._known.block_sizes[deployment])
         except LookupError:  # Serve has just ended the last one
             return None
-        connection = self._connections.get(replica)
+        connection = self.connections.get(replica)
         if connection is None:  # Serve has just started it
             return None
         try:

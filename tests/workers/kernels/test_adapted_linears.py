@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from ctypes import CFUNCTYPE, c_int, c_void_p
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from manta.workers.kernels.adapted_linear import AdaptedLinear, LowRank, LowRankPart, adapt
 from manta.workers.kernels.adapter_rows import AdapterRows, RowAdapter
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_linear import HasNative
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import Linear, LinearWeight
 from manta.workers.platforms.cpu_linears import CpuLinearAdapting, make_linear
@@ -188,3 +190,17 @@ def test_many_rows_run_in_parts(form: str) -> None:
     for row in (0, 1, 2, 74, 75, 76, 148, 149):
         one = linear.forward(x[row : row + 1], step_of([numbers[row]]))[0]
         torch.testing.assert_close(together[row], one, atol=1e-4, rtol=1e-5)
+
+
+def test_a_gate_in_one_call_gets_all_rows_of_its_step(form: str) -> None:
+    """Adapters belong to rows by their place in the step. Without adapters the call goes through many rows in parts."""
+    _, linear, _ = adapted("int4, a gate that is not compiled", torch.bfloat16)
+    if not isinstance(linear, HasNative):
+        pytest.skip("torch alone has no such call")
+    step = step_of([None, 2, *[None] * 5600, 3, None, 1])
+    x = random(8, step.num_tokens, IN).bfloat16()
+    call, found = linear.native(), torch.empty(len(x), OUT // 2, dtype=torch.bfloat16)
+    assert call.begin is not None
+    call.begin(step)
+    CFUNCTYPE(None, *[c_void_p] * 3, c_int)(call.run)(call.state, x.data_ptr(), found.data_ptr(), len(x))
+    assert torch.equal(found, linear.forward(x, step))

@@ -26,7 +26,7 @@ MANTA_INLINE Floats gelu_of(Floats x) {
     return x < 0.0f ? x * tail : x - x * tail;
 }
 
-// The gates that no linear fuses, by the numbers of OTHER_GATES in cpu_linear.py, which come after those of simd.h
+// The gates that no linear fuses, by the numbers of ALL_GATE_KINDS in cpu_linear.py, which come after those of simd.h
 constexpr int GELU = 3, CLAMPED = 4;
 
 MANTA_INLINE Floats at_most(Floats x, float limit) {

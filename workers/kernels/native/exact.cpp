@@ -1,4 +1,4 @@
-// Parts of a model that torch computes without the option `exact`: products of heads, and logarithms. Their bits depend
+// Products of heads, of which routers are one, and logarithms. Their bits depend
 // neither on the form nor on the other rows. Called by cpu_exact.py and cpu_products.py through ctypes.
 #include "head_products.h"
 #include "logarithms.h"

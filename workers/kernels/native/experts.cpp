@@ -95,13 +95,18 @@ struct Mixture {
     int dtype, num_experts, hidden, inner, shared_inner, scales_inputs;
 };
 
-void route(const Routing& routing, const float* logits, float* shares, int64_t* chosen, int num_rows) {
+// `bias` is added to the logits, and `scales` multiply the shares of chosen experts; null for none
+void route(const Routing& routing, float* logits, const float* bias, const float* scales, float* shares, int64_t* chosen,
+           int num_rows) {
     constexpr int64_t SERIAL_SCORES = 4096;
     const int num_numbers = 2 * routing.num_scores + routing.num_groups;
     parallel_for(num_rows, int64_t(num_rows) * routing.num_scores <= SERIAL_SCORES, [&](int64_t row) {
         const RoutingRoom room = {of_thread<float, 4>(num_numbers), of_thread<int, 4>(routing.num_scores)};
-        choose(routing, logits + row * routing.num_scores, room, shares + row * routing.num_chosen,
-               chosen + row * routing.num_chosen);
+        float *const of_row = logits + row * routing.num_scores, *const given = shares + row * routing.num_chosen;
+        int64_t* const experts = chosen + row * routing.num_chosen;
+        for (int i = 0; bias && i < routing.num_scores; i++) of_row[i] += bias[i];
+        choose(routing, of_row, room, given, experts);
+        for (int i = 0; scales && i < routing.num_chosen; i++) given[i] *= scales[experts[i]];
     });
 }
 
@@ -138,11 +143,7 @@ void run_mixture(const Mixture& m, const T* x, T* y, int num_rows) {
     int64_t* const chosen = of_thread<int64_t, 7>(int64_t(num_rows) * num_chosen);
     HeadProducts<T, float, float>{x, m.router, logits, num_rows, 1, m.hidden, num_scores, m.hidden, m.hidden}
         .multiply_all();
-    if (m.router_bias)
-        for (int64_t i = 0; i < num_logits; i++) logits[i] += m.router_bias[i % num_scores];
-    route(m.routing, logits, shares, chosen, num_rows);
-    if (m.share_scales)
-        for (int64_t i = 0; i < int64_t(num_rows) * num_chosen; i++) shares[i] *= m.share_scales[chosen[i]];
+    route(m.routing, logits, m.router_bias, m.share_scales, shares, chosen, num_rows);
     const Choice choice{chosen, shares, num_rows, num_chosen, m.scales_inputs != 0};
     run_experts(m.experts, m.num_experts, x, choice, m.hidden, m.inner, sums);
     add_shared(m, x, sums, y, num_rows);
@@ -155,8 +156,8 @@ extern "C" int manta_experts_layout(int which) {
 }
 
 // logits float [num_rows, num_scores] -> shares float and experts int64 [num_rows, num_chosen]
-extern "C" void manta_route(const void* routing, const float* logits, float* shares, int64_t* chosen, int num_rows) {
-    route(*(const Routing*)routing, logits, shares, chosen, num_rows);
+extern "C" void manta_route(const void* routing, float* logits, float* shares, int64_t* chosen, int num_rows) {
+    route(*(const Routing*)routing, logits, nullptr, nullptr, shares, chosen, num_rows);
 }
 
 // x [num_rows, hidden], of dtype 0: float32 or 1: bfloat16 -> y float [num_rows, hidden]. chosen int64 [num_rows,

@@ -1,4 +1,4 @@
-// Gates behind a linear that computes gates and what they let through, one after the other. Called by cpu.py, and by
+// Gates behind a linear that computes gates and what they let through, one after the other. Called by cpu_gates.py, and by
 // decoder.cpp and experts.cpp as a linear.
 #include <algorithm>
 
@@ -38,12 +38,13 @@ void gate_all(const Gate& gate, const T* gate_up, T* output, int rows, int inter
 struct GatedLinear {
     const Linear* linear;  // to twice the width
     int dtype, width, in_features, kind;
+    int is_whole;  // the linear needs all rows of a call together, because they differ by sequence
     float limit;
 };
 
 template <class T>
 void run(const GatedLinear& gated, const T* x, T* y, int num_rows) {
-    const int most = (int)std::max<int64_t>(1, BLOCK_ELEMENTS / (2 * gated.width));
+    const int most = gated.is_whole ? std::max(1, num_rows) : std::max(1, int(BLOCK_ELEMENTS / (2 * gated.width)));
     T* const gate_up = of_thread<T>(int64_t(std::min(most, num_rows)) * 2 * gated.width);
     for (int first = 0; first < num_rows; first += most) {
         const int count = std::min(most, num_rows - first);

@@ -1,6 +1,6 @@
 // A linear of any kind, as one kernel calls another: x [num_rows, in_features] -> y [num_rows, out_features], in the
-// dtype of the model. What its weights are, and in which precision, is between `run` and `self`. Used by decoder.cpp and
-// experts.cpp; mirrored in cpu_decoder.py and cpu_experts.py.
+// dtype of the model. What its weights are, and in which precision, is between `run` and `self`. Used by decoder.cpp,
+// experts.cpp and gates.cpp; mirrored by `LinearCall` of cpu_linear.py.
 #pragma once
 
 struct Linear {

@@ -521,10 +521,6 @@ void manta_silu(const float* x, float* output, int64_t count) {
     compute_each(x, output, count, [](Floats value) { return silu_of<false>(value); });
 }
 
-void manta_gelu(const float* x, float* output, int64_t count) {
-    compute_each(x, output, count, [](Floats value) { return gelu_of(value); });
-}
-
 // e^x, for x <= 88
 void manta_exp(const float* x, float* output, int64_t count) {
     compute_each(x, output, count, [](Floats value) { return exp2_of<false>(value * LOG2_E); });
