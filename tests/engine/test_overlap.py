@@ -440,8 +440,8 @@ def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch)
     assert sum(one.stats().drafts.drafted["ngram"]) > num_drafted
 
 
-def test_a_request_with_a_prediction_may_start_in_the_step_that_ends_another() -> None:
-    """The step was planned before the tokens of the step with that other sequence were known."""
+def test_requests_with_predictions_come_and_go_while_proposers_rest() -> None:
+    """One may start in a step that was planned before the last tokens of another were known."""
     plain, predicted = (
         [Request(number % len(PROMPTS), greedy(4 + number % 7, prediction), arrival=2 * number) for number in range(24)]
         for prediction in ((), (7, 7, 7, 7))
