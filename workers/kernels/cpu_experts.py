@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from manta.workers.kernels import build, expert_choice
+from manta.workers.kernels import build, cpu_recurrence, expert_choice
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_exact import ExactLinear
 from manta.workers.kernels.cpu_linear import DTYPES, HasNative, LinearCall, NativeLinear
@@ -28,7 +28,7 @@ _Expert = structure("_Expert", "run_gated gated run_down down")
 _Routing = structure(
     "_Routing",
     "choice_bias",
-    "scores num_scores num_chosen num_groups num_chosen_groups ranks_groups_by scores_others_zero normalises",
+    "scores num_scores num_chosen num_groups num_chosen_groups ranks_groups_by normalises",
     "scale least_sum",
 )
 
@@ -66,7 +66,6 @@ def _routing(config: ExpertsConfig, num_scores: int, choice_bias: torch.Tensor |
         config.num_groups,
         config.num_chosen_groups,
         config.ranks_groups_by,
-        config.scores_others_zero,
         config.normalises,
         config.scale,
         LEAST_SUM,
@@ -85,6 +84,9 @@ def route(
     library = _library()
     if library is None:
         return expert_choice.route(logits, choice_bias, config, step)
+    if config.scores_others_zero:  # many scores are equal, and models were made with torch's choice among them
+        assert config.scores == "sigmoid"
+        return expert_choice.choose(cpu_recurrence.sigmoid(logits), choice_bias, config)
     logits = logits.contiguous()
     num_rows, num_scores = logits.shape
     assert config.num_chosen <= num_scores
@@ -215,7 +217,7 @@ def fuse_mixture(mixture: ExpertsWeights, dtype: torch.dtype) -> FusedMixture | 
     experts, router, gate, config = mixture.experts, mixture.router, mixture.shared_gate, mixture.config
     if not isinstance(experts, FusedExperts) or not isinstance(router, ExactLinear) or mixture.join is not None:
         return None
-    if config.may_skip or config.num_identity:
+    if config.may_skip or config.num_identity or config.scores_others_zero:
         return None
     if mixture.deep_router is not None or mixture.table is not None:
         return None

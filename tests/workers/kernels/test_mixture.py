@@ -28,7 +28,7 @@ ROUTERS = {
     "groups by two": msgspec.structs.replace(
         PLAIN, scores="sigmoid", num_groups=4, num_chosen_groups=2, ranks_groups_by=2
     ),
-    "groups with zeros": msgspec.structs.replace(PLAIN, num_groups=3, num_chosen_groups=1, scores_others_zero=True),
+    "groups by one": msgspec.structs.replace(PLAIN, num_groups=3, num_chosen_groups=1),
     "shares of inputs": msgspec.structs.replace(PLAIN, scores="sigmoid", normalises=False, scales_inputs=True),
 }
 
@@ -107,12 +107,20 @@ def test_other_gates(activation: str, limit: float, bits: int | None) -> None:
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_the_choice_is_that_of_torch(router: str) -> None:
-    config, bias = ROUTERS[router], numbers(52, NUM_EXPERTS).abs() * 0.1  # experts without a score are equal
+    config, bias = ROUTERS[router], numbers(52, NUM_EXPERTS) * 0.1
     logits = numbers(60, 200, NUM_EXPERTS)
     shares, chosen = cpu.route(logits, bias, config)
     expected_shares, expected = expert_choice.route(logits, bias, config)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(shares, expected_shares, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_of_equal_scores_are_chosen_as_torch_chooses_where_models_have_many() -> None:
+    config = msgspec.structs.replace(
+        PLAIN, scores="sigmoid", num_groups=4, num_chosen_groups=1, num_chosen=6, scores_others_zero=True
+    )
+    logits, bias = numbers(61, 50, NUM_EXPERTS), numbers(52, NUM_EXPERTS) * 0.1
+    assert torch.equal(cpu.route(logits, bias, config)[1], expert_choice.route(logits, bias, config)[1])
 
 
 def test_of_equal_scores_the_first_are_chosen_and_experts_of_nan_exist() -> None:

@@ -12,7 +12,7 @@ enum Scores { SOFTMAX = 0, SIGMOID = 1, ROOT_OF_SOFTPLUS = 2 };
 struct Routing {
     const float* choice_bias;  // [num_scores], added for the choice alone, or null
     int scores;                // of `Scores`
-    int num_scores, num_chosen, num_groups, num_chosen_groups, ranks_groups_by, scores_others_zero, normalises;
+    int num_scores, num_chosen, num_groups, num_chosen_groups, ranks_groups_by, normalises;
     float scale, least_sum;
 };
 
@@ -73,7 +73,7 @@ inline void leave_out_groups(const Routing& r, float* ranked, float* of_groups, 
     largest_of(of_groups, r.num_groups, r.num_chosen_groups, places);
     for (int group = 0; group < r.num_groups; group++) {
         if (std::find(places, places + r.num_chosen_groups, group) != places + r.num_chosen_groups) continue;
-        std::fill_n(ranked + group * size, size, r.scores_others_zero ? 0.0f : -INFINITY);
+        std::fill_n(ranked + group * size, size, -INFINITY);
     }
 }
 
