@@ -38,9 +38,9 @@ from benchmarks.processes import (
     free_port,
     interrupted_once,
 )
-from benchmarks.report import Table, machine
+from benchmarks.report import Table, machine, say_failure
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
-from manta.structured.visible_text import say_lines, visible_lines
+from manta.structured.visible_text import say_lines
 
 C = TypeVar("C", bound=Child)
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interrupted_once():
             bench.run()
     except BenchmarkError as error:
-        say_lines(visible_lines(f"manta bench: {error}").split("\n"), file=sys.stderr)
+        say_failure(f"manta bench: {error}")
         code = 1
     except KeyboardInterrupt:
         print("manta bench: interrupted", file=sys.stderr)

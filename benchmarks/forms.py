@@ -20,7 +20,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.floors import Rates, Shape, bytes_of, measure_rates
 from benchmarks.peers import PEERS, add_python_options, pythons_of
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
-from benchmarks.report import machine, ratio_of
+from benchmarks.report import Figure, machine, ratio_of
 from benchmarks.workloads import Prompts, PromptSource, alternate, step_seconds
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels import build, processor
@@ -34,12 +34,6 @@ FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "in
 """Names of formats, and the option `weights` that makes them of a checkpoint in bfloat16."""
 EXACT = {"int8 exact": "int8"}
 """Formats with the option `exact`, and the same without it."""
-
-
-class Figure(NamedTuple):
-    name: str
-    unit: str
-    higher_is_better: bool = True
 
 
 ONE = Figure("one row, 32 in, 96 out: decode step", "ms", False)

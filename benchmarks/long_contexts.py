@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ from benchmarks.checkpoints import SHAPES, cut_checkpoint
 from benchmarks.floors import ELEMENT_BYTES, Rates, Shape, measure_rates
 from benchmarks.host import PHASES, FreeModel, Stopwatch
 from benchmarks.processes import BenchmarkError
-from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
+from benchmarks.report import Figure, machine, markdown_head, markdown_row, ratio_of, say_failure
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.executors.in_process import InProcessExecutor
@@ -64,15 +64,9 @@ LETTERS = 5
 T = TypeVar("T")
 
 
-class Figure(NamedTuple):
-    name: str
-    unit: str
-    higher_is_better: bool = False
-
-
-PREFILL = Figure("prefill", "tok/s", True)
-DECODE = Figure("decode", "ms")
-WARM = Figure("warm prefix", "ms")
+PREFILL = Figure("prefill", "tok/s")
+DECODE = Figure("decode", "ms", False)
+WARM = Figure("warm prefix", "ms", False)
 
 
 class LongEngine:
@@ -275,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "host" in parts:
                 host_part(engine, options.contexts, options.steps)
     except BenchmarkError as error:
-        print(f"manta bench: {error}", file=sys.stderr)
+        say_failure(f"manta bench long-contexts: {error}")
         return 1
     return 0
 

@@ -24,9 +24,8 @@ import psutil
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.processes import BenchmarkError, ServerProcess, Setup, free_port
-from benchmarks.report import machine, markdown_head, markdown_row
+from benchmarks.report import machine, markdown_head, markdown_row, say_failure
 from benchmarks.start import ENGINE
-from manta.structured.visible_text import say_lines, visible_lines
 from manta.workers.cache_folder import cache_entry
 
 MODEL = "qwen2.5-0.5b"
@@ -133,6 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             each, median = ", ".join(f"{one:.2f}" for one in seconds), statistics.median(seconds)
             markdown_row("kept" if keeps else "not kept", each, f"{median:.2f}", f"{min(cached)}")
     except BenchmarkError as error:
-        say_lines(visible_lines(f"manta bench prefixes: {error}").split("\n"), file=sys.stderr)
+        say_failure(f"manta bench prefixes: {error}")
         return 1
     return 0

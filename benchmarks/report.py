@@ -25,6 +25,7 @@ from tqdm import tqdm
 from benchmarks.processes import ROOT
 from benchmarks.workloads import Row
 from manta.structured.host import num_cores
+from manta.structured.visible_text import say_lines, visible_lines
 
 T = TypeVar("T")
 
@@ -277,6 +278,19 @@ def commit() -> str:
     if not name:
         return "outside git"
     return f"{name}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else name
+
+
+class Figure(NamedTuple):
+    """A figure that a benchmark compares."""
+
+    name: str
+    unit: str
+    higher_is_better: bool = True
+
+
+def say_failure(text: str) -> None:
+    """Prints on standard error why a command has failed, without what would control a terminal."""
+    say_lines(visible_lines(text).split("\n"), file=sys.stderr)
 
 
 def turns(count: int, what: str) -> Iterator[int]:

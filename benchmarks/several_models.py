@@ -16,9 +16,8 @@ from typing import NamedTuple
 from benchmarks import checkpoints
 from benchmarks.http_load import run_load
 from benchmarks.processes import BenchmarkError, ServerProcess, Setup, free_port
-from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
+from benchmarks.report import machine, markdown_head, markdown_row, ratio_of, say_failure
 from benchmarks.workloads import alternate
-from manta.structured.visible_text import say_lines, visible_lines
 
 SHAPES = ("tiny-llama", "qwen2.5-0.5b", "qwen3-8-layers")
 """One of each of three families."""
@@ -97,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         measure(names, options.turns, options.streams, options.tokens)
     except BenchmarkError as error:
-        say_lines(visible_lines(f"manta bench several-models: {error}").split("\n"), file=sys.stderr)
+        say_failure(f"manta bench several-models: {error}")
         return 1
     return 0
 

@@ -31,8 +31,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.processes import ROOT, BenchmarkError, Child, free_port
-from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
-from manta.structured.visible_text import say_lines, visible_lines
+from benchmarks.report import machine, markdown_head, markdown_row, ratio_of, say_failure
 from manta.workers.model_options import DEMO_MODEL
 
 HERE, PEER = "here", "peer"
@@ -170,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _print_medians(measure(checkouts, options.model, options.starts))
     except BenchmarkError as error:
-        say_lines(visible_lines(f"manta bench start: {error}").split("\n"), file=sys.stderr)
+        say_failure(f"manta bench start: {error}")
         return 1
     return 0
 

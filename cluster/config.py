@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from manta.cluster import hub_pull
 from manta.cluster.kv_event_options import KVEventOptions
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
 from manta.cluster.option_reader import check_network, read_options, read_yaml
+from manta.cluster.pull_hosts import check_host
 from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
 from manta.cluster.serve_limits import (
     BatchLimits,
@@ -345,7 +345,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "certificate to what stands in front of Serve's proxies"
             )
         for host in self.pull_hosts:
-            hub_pull.check_host(host)
+            check_host(host)
         if self.pull_hosts and self.pull_hosts[0].startswith("*"):
             raise ValueError(f"pull_hosts: {self.pull_hosts[0]} are several, and the first is the hub; name that first")
         self._check_models()

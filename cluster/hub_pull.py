@@ -16,13 +16,13 @@ import re
 import shutil
 import sys
 import time
-import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from manta.cluster.errors import ServingError, error_of, refuse
+from manta.cluster.pull_hosts import is_allowed, origin_of
 from manta.structured.refusals import Refusal
 from manta.workers.checkpoints.model_folder import HUB_FILES
 
@@ -116,39 +116,8 @@ async def _pull(order: PullOrder) -> AsyncIterator[PullLine]:
 
 def _variables(hub: str) -> dict[str, str]:
     """Returns the environment of the process that downloads. Xet's program would ask hosts by itself."""
-    found = {"HF_ENDPOINT": _origin(hub), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    found = {"HF_ENDPOINT": origin_of(hub), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     return found | {"HF_HUB_OFFLINE": "0"}
-
-
-def _origin(host: str) -> str:
-    """Returns the origin of a host, or of a URL, as browsers write it: without a usual port, in lower case."""
-    parts = urllib.parse.urlsplit((host if "://" in host else f"https://{host}").lower())
-    usual = {"https": ":443", "http": ":80"}.get(parts.scheme, "")
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].removesuffix(usual)}"
-
-
-def check_host(host: str) -> None:
-    """Raises `ValueError` for an entry of `pull_hosts` that is no host and no origin."""
-    parts = urllib.parse.urlsplit(host if "://" in host else f"https://{host}")
-    if parts.scheme not in ("https", "http") or not parts.hostname or parts.path or parts.query or "@" in parts.netloc:
-        raise ValueError(
-            f"pull_hosts: {host} is none of a host (huggingface.co), all hosts below a name (*.hf.co), and an origin "
-            "(http://mirror.example:8080)"
-        )
-
-
-def is_allowed(url: str, hosts: Sequence[str]) -> bool:
-    """Returns whether a URL is one of `hosts`: a name, which stands for HTTPS at its usual port, `*.NAME` for all names
-    below it, or an origin (`http://mirror.example:8080`).
-    """
-    origin, name = _origin(url), urllib.parse.urlsplit(url).hostname or ""
-    for host in hosts:
-        if host.startswith("*."):
-            if origin == f"https://{name}" and name.endswith(host[1:].lower()):
-                return True
-        elif origin == _origin(host):
-            return True
-    return False
 
 
 # ---- the process that downloads --------------------------------------------------------------------------------------

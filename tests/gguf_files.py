@@ -240,7 +240,7 @@ def _random_iq1_m(rows: int, inputs: int, random: np.random.Generator) -> np.nda
 
 
 def _random_tq2_0(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Of the four numbers that a byte could hold, three are stored."""
+    """Two bits of a byte could hold four numbers, of which TQ2_0 stores three."""
     digits = random.integers(0, 3, (rows, inputs // 256, 64, 4), dtype=np.uint8)
     packed = (digits << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(-1, dtype=np.uint8)
     d = (0.5 + random.random(packed.shape[:2])) / (0.8 * inputs**0.5)

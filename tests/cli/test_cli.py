@@ -201,9 +201,11 @@ def test_a_closed_output_ends_a_command_silently(arguments: str) -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_the_command_line_loads_nothing_heavy() -> None:
-    heavy = "[name for name in ('torch', 'ray', 'transformers') if name in sys.modules]"
-    code = f"import sys, manta.cluster.cli.__main__; print({heavy})"
+@pytest.mark.parametrize("module", ["manta.cluster.cli.__main__", "manta.cluster.config"])
+def test_the_command_line_and_configurations_load_nothing_heavy(module: str) -> None:
+    """Every process reads its configuration. What reads checkpoints or downloads them takes as long as all of that."""
+    heavy = ("torch", "ray", "transformers", "manta.workers.checkpoints.model_folder", "manta.cluster.hub_pull")
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

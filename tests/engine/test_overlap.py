@@ -372,11 +372,9 @@ def test_with_drafts_tokens_are_delivered_during_steps(monkeypatch: pytest.Monke
     assert sum(one.stats().drafts.accepted.get("ngram", ())) > 0
 
 
-def test_devices_verify_drafts_when_tokens_are_read() -> None:
-    """A step that verifies drafts does not wait for its tokens, and no step is launched before they are read."""
-    one = engine(ROOMY, "device drafts")
-    draw, submit = device_of(one).draw, one.executor.submit
-    unread: list[object] = []
+def unread_draws(one: Engine, patch: pytest.MonkeyPatch) -> list[object]:
+    """Returns a list that from now on has the draws of the engine's device whose tokens nobody has read yet."""
+    draw, unread = device_of(one).draw, list[object]()
 
     def watched_draw(masks: MaskBatch | None = None) -> Drawn:
         drawn = draw(masks)
@@ -390,12 +388,21 @@ def test_devices_verify_drafts_when_tokens_are_read() -> None:
         drawn.result = read  # type: ignore[method-assign]
         return drawn
 
+    patch.setattr(device_of(one), "draw", watched_draw)
+    return unread
+
+
+def test_devices_verify_drafts_when_tokens_are_read() -> None:
+    """A step that verifies drafts does not wait for its tokens, and no step is launched before they are read."""
+    one = engine(ROOMY, "device drafts")
+    submit = one.executor.submit
+
     def watched_submit(step: StepInput) -> StepCall:
         assert not unread
         return submit(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_of(one), "draw", watched_draw)
+        unread = unread_draws(one, patch)
         patch.setattr(one.executor, "submit", watched_submit)
         add(one, max_tokens=30)
         tokens: list[int] = []
@@ -410,27 +417,12 @@ def test_devices_verify_drafts_when_tokens_are_read() -> None:
 
 def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(ROOMY, "device rests")
-    draw, submit = device_of(one).draw, one.executor.submit
-    unread: list[object] = []
-    num_unread: list[int] = []
-
-    def watched_draw(masks: MaskBatch | None = None) -> Drawn:
-        drawn = draw(masks)
-        unread.append(drawn)
-        result = drawn.result
-
-        def read() -> StepOutput:
-            unread.remove(drawn)
-            return result()
-
-        drawn.result = read  # type: ignore[method-assign]
-        return drawn
+    submit, unread, num_unread = one.executor.submit, unread_draws(one, monkeypatch), list[int]()
 
     def watched_submit(step: StepInput) -> StepCall:
         num_unread.append(len(unread))
         return submit(step)
 
-    monkeypatch.setattr(device_of(one), "draw", watched_draw)
     monkeypatch.setattr(one.executor, "submit", watched_submit)
     num_drafted = sum(one.stats().drafts.drafted.get("ngram", ()))
     add(one, max_tokens=60)

@@ -184,7 +184,7 @@ def test_the_refusal_is_data() -> None:
 
 
 def test_ten_thousand_adapters_cost_a_request_nothing() -> None:
-    """Of its caller one name is asked, and an answer that lists names does not list all of them."""
+    """A request asks its caller's key about one name, and a refusal that lists names does not list all of them."""
 
     class Counting(Caller):
         num_asked = 0

@@ -1,4 +1,4 @@
-"""What keepers do with the streams of an ingress whose process has ended."""
+"""Keepers offer the streams of an ingress whose process has ended to others."""
 
 from __future__ import annotations
 

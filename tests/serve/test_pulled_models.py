@@ -11,7 +11,9 @@ import pathlib
 import pytest
 
 from manta.cluster.config import load_config
-from manta.cluster.hub_pull import is_allowed
+from manta.cluster.errors import ServingError
+from manta.cluster.hub_pull import hub_id_of
+from manta.cluster.pull_hosts import is_allowed
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.serve.test_models_on_demand import CLIENT, KEYS, OPERATOR, on_demand, ready, world_of
@@ -129,6 +131,21 @@ async def test_no_host_is_asked_but_those_that_the_operator_lists(
 )
 def test_what_an_entry_of_the_hosts_stands_for(url: str, allowed: bool) -> None:
     assert is_allowed(url, ("hub.example", "*.files.example", "http://127.0.0.1:80")) == allowed
+
+
+def test_entries_are_compared_as_browsers_write_origins() -> None:
+    assert is_allowed("https://hub.example/a", ("Hub.Example:443",))
+    assert is_allowed("http://mirror.example/a", ("http://mirror.example:80",))
+    for entry in ("https://mirror.example/models", "ftp://mirror.example", "user@mirror.example", ""):
+        with pytest.raises(ValueError, match="pull_hosts"):
+            load_config(None, {"pull_hosts": [entry]})
+
+
+@pytest.mark.parametrize("name", ["../..", "a--b/c", ".x/y", "x/y.", "x/y/z", "x"])
+def test_names_that_no_hub_has_are_refused_before_it_is_asked(name: str) -> None:
+    with pytest.raises(ServingError) as error:
+        hub_id_of(name)
+    assert (error.value.refusal.kind, error.value.refusal.value) == ("wrong_value", name)
 
 
 def test_the_first_host_is_the_hub() -> None:

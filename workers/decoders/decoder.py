@@ -193,9 +193,7 @@ class Decoder:
         normed = self._norm(residual, self.weights.layers[0].input_norm)
         config = self.config
         embedded = residual if config.shared_blocks is None else residual.clone()
-        growth = None
-        if config.query_growth is not None:
-            growth = query_growth(config.query_growth, metadata.positions, self._kernels)
+        growth = query_growth(config.query_growth, metadata.positions, self._kernels)
         chunks: dict[int, AttentionMetadata] = {}
         choice = None if config.indexer is None else TokenChoice()
         shortcut: torch.Tensor | None = None

@@ -44,7 +44,7 @@ def run_residual_blocks(
     assert shape is not None
     assert step is not None
     assert weights.blocks is not None
-    growth = None if config.query_growth is None else query_growth(config.query_growth, metadata.positions, kernels)
+    growth = query_growth(config.query_growth, metadata.positions, kernels)
     scale, recurrent = (shape.conv_width + 1) ** -0.5, kernels.recurrent
     stream, blocks = residual, list[torch.Tensor]()
     beginning, earlier = (stream, blocks), list[torch.Tensor]()

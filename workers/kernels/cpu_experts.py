@@ -84,7 +84,7 @@ def route(
     library = _library()
     if library is None:
         return expert_choice.route(logits, choice_bias, config, step)
-    if config.scores_others_zero:  # many scores are equal, and models were made with torch's choice among them
+    if config.scores_others_zero:  # then many scores are 0, and transformers leaves the choice among them to torch
         assert config.scores == "sigmoid"
         return expert_choice.choose(cpu_recurrence.sigmoid(logits), choice_bias, config)
     logits = logits.contiguous()
@@ -168,17 +168,21 @@ def fuse(experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> Fus
 class FusedMixture:
     """The router, the experts and the shared expert of a layer in one call: `run_experts`, with the same bits."""
 
-    def __init__(self, mixture: ExpertsWeights, experts: FusedExperts, router: ExactLinear, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        mixture: ExpertsWeights,
+        experts: FusedExperts,
+        router: ExactLinear,
+        shared_calls: tuple[NativeLinear, NativeLinear] | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """`shared_calls` are those of the two linears of the shared expert; None if there is none."""
         self._kept = mixture  # its memory is pointed to
-        self._run = _run_mixture()
-        shared, gate = mixture.shared, mixture.shared_gate
-        calls = None if shared is None else _calls(shared)
-        of_shared = (
-            [LinearCall(None, None)] * 2 if calls is None else [LinearCall(call.run, call.state) for call in calls]
-        )
-        weight, bias = router.weight, router.bias
+        self._run = library.manta_run_mixture
+        weight, bias, gate = router.weight, router.bias, mixture.shared_gate
         self._state = _Mixture(
-            *of_shared,
+            *(LinearCall(call.run, call.state) if call else LinearCall() for call in shared_calls or (None, None)),
             ctypes.addressof(experts.calls),
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -189,7 +193,7 @@ class FusedMixture:
             len(experts.calls),
             weight.shape[1],
             experts.inner,
-            0 if shared is None else inner_width(shared),
+            0 if mixture.shared is None else inner_width(mixture.shared),
             experts.scales_inputs,
         )
 
@@ -206,12 +210,6 @@ class FusedMixture:
         return NativeLinear(run, ctypes.addressof(self._state))
 
 
-def _run_mixture() -> Any:
-    library = _library()
-    assert library is not None
-    return library.manta_run_mixture
-
-
 def fuse_mixture(mixture: ExpertsWeights, dtype: torch.dtype) -> FusedMixture | None:
     """Returns a mixture of rows in `dtype` in one call; None if it has parts that the call does not compute."""
     experts, router, gate, config = mixture.experts, mixture.router, mixture.shared_gate, mixture.config
@@ -221,8 +219,11 @@ def fuse_mixture(mixture: ExpertsWeights, dtype: torch.dtype) -> FusedMixture | 
         return None
     if mixture.deep_router is not None or mixture.table is not None:
         return None
-    if mixture.shared is not None and _calls(mixture.shared) is None:
+    shared_calls = None if mixture.shared is None else _calls(mixture.shared)
+    if mixture.shared is not None and shared_calls is None:
         return None
     if gate is not None and not (isinstance(gate, ExactLinear) and gate.bias is None):
         return None
-    return FusedMixture(mixture, experts, router, dtype)
+    library = _library()
+    assert library is not None, "fused experts have it"
+    return FusedMixture(library, mixture, experts, router, shared_calls, dtype)

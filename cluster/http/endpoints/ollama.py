@@ -211,7 +211,7 @@ async def pull(state: AppState, exchange: Exchange, body: OllamaPullRequest) -> 
 
 
 class _Pulling:
-    """What makes the lines of a pull."""
+    """The source of the lines of a pull, which holds nothing."""
 
     def close(self) -> None:
         """Does nothing, because the download ends with the iteration over its lines."""

@@ -97,10 +97,10 @@ class EventIds:
 
 
 class Closing(Protocol):
-    """What makes a stream's events."""
+    """The source of a stream's events."""
 
     def close(self) -> None:
-        """Is called when the last event was made, however that was."""
+        """Frees what the source holds. The reply calls it after the last event, also when the client has left."""
         ...
 
 

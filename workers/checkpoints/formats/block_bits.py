@@ -26,4 +26,5 @@ def parts_of_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def middle(numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+    """Returns unsigned numbers less their zero point, int8 of the same shape."""
     return numbers.to(torch.int8) - zero_point
