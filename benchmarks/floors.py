@@ -17,7 +17,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from manta.workers.kept_weights import GROUPS, SCALE_BYTES
+from manta.workers.kept_weights import GROUPS, LOSSLESS_BITS, SCALE_BYTES, kept_bytes
 from manta.workers.kernels import processor
 
 ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE"}
@@ -86,6 +86,8 @@ def measure_rates(form: processor.Form, num_threads: int | None = None) -> Rates
 
 def bytes_of(bits: int | None) -> float:
     """Returns the bytes of a weight that Manta keeps in so many bits, with its share of a scale; None is bfloat16."""
+    if bits == LOSSLESS_BITS:
+        return kept_bytes(1024, 1024, bits) / 1024**2
     return ELEMENT_BYTES if bits is None else bits / 8 + SCALE_BYTES / GROUPS[bits]
 
 

@@ -22,7 +22,7 @@ from benchmarks.peers import PEERS, add_python_options, pythons_of
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
 from benchmarks.report import Figure, machine, ratio_of
 from benchmarks.workloads import Prompts, PromptSource, alternate, step_seconds
-from manta.workers.kept_weights import KEPT_BITS
+from manta.workers.kept_weights import KEPT_BITS, LOSSLESS_BITS
 from manta.workers.kernels import build, processor
 
 LARGE = "qwen2.5-0.5b"
@@ -30,7 +30,7 @@ TOKEN_LIMIT = 30_000
 MAX_MODEL_LEN = 512
 WHOLE_RUNS = (2, 3)
 """Turns with a whole run; the first turn warms up."""
-FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
+FORMATS = {"bfloat16": "auto", "lossless": "lossless", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
 """Names of formats, and the option `weights` that makes them of a checkpoint in bfloat16."""
 EXACT = {"int8 exact": "int8"}
 """Formats with the option `exact`, and the same without it."""
@@ -71,7 +71,7 @@ def floors_of(shape: Shape, format_name: str, rates: Rates) -> dict[Figure, floa
     """The floors of one turn, for those figures that have one."""
     bits = KEPT_BITS[FORMATS[format_name]]
     kept = bytes_of(bits.layers), bytes_of(bits.head)
-    rate = rates.bfloat16 if bits.layers is None else rates.int8
+    rate = rates.bfloat16 if bits.layers in (None, LOSSLESS_BITS) else rates.int8
     return {
         ONE: shape.step_seconds(1, 80, rate, rates.bandwidth, *kept) * 1e3,
         MANY: shape.step_seconds(32, 192, rate, rates.bandwidth, *kept) * 1e3,

@@ -51,10 +51,12 @@ class Peer(NamedTuple):
     settings: str
     """How it is set for the comparison."""
     formats: dict[str, Format]
-    """Maps the format's name in `FORMATS` of `benchmarks/forms.py` to the files and bits of the peer."""
+    """Maps the format's name in `FORMATS` of `benchmarks/forms.py` to the files and bits of the peer. Beside Manta's
+    `lossless` it has bfloat16.
+    """
     workloads: frozenset[str]
     """Names of the workloads that it can do."""
-    mixture_formats: frozenset[str] = frozenset({"bfloat16", "int8", "int4"})
+    mixture_formats: frozenset[str] = frozenset({"bfloat16", "lossless", "int8", "int4"})
     """Formats in which it computes mixtures of experts."""
 
 
@@ -135,6 +137,7 @@ def _run(command: list[str], engine: str, what: str) -> str:
 
 _GGUF = {
     "bfloat16": Format(functools.partial(gguf_file, "BF16"), 16, 16),
+    "lossless": Format(functools.partial(gguf_file, "BF16"), 16, 16),
     "int8": Format(functools.partial(gguf_file, "Q8_0"), 8.5, 8.5),
     "int4": Format(functools.partial(gguf_file, "Q4_0"), 4.5, 8.5),
 }
@@ -150,11 +153,12 @@ PEERS = {
         "found; guidance for schemas; int8 as compressed-tensors W8A8, 4 bits as W4A16 in groups, the head in bfloat16",
         formats={
             "bfloat16": Format(_as_it_is, 16, 16),
+            "lossless": Format(_as_it_is, 16, 16),
             "int8": Format(functools.partial(_compressed, 8), 8, 16),
             "int4": Format(functools.partial(_compressed, 4), 4, 16, in_groups=True),
         },
         workloads=_OFFLINE | _RICH | _HTTP,
-        mixture_formats=frozenset({"bfloat16"}),
+        mixture_formats=frozenset({"bfloat16", "lossless"}),
     ),
     "llamacpp": Peer(
         title="llama.cpp",
@@ -182,6 +186,7 @@ PEERS = {
         "int8 by output, 4 bits symmetric in groups, the head in int8; free white space under schemas",
         formats={
             "bfloat16": Format(functools.partial(_openvino, "fp16"), 16, 16),
+            "lossless": Format(functools.partial(_openvino, "fp16"), 16, 16),
             "int8": Format(functools.partial(_openvino, "int8"), 8, 8),
             "int4": Format(functools.partial(_openvino, "int4"), 4, 8, in_groups=True),
         },

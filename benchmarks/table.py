@@ -7,7 +7,7 @@ is not measured again, so that an interrupted run goes on, and cells may come fr
 
     a to e, g    the workloads of `manta bench`, in bfloat16
     a, b         also in int8 and int4, on two shapes
-    p            a, b and the prefill of one prompt of 512 tokens on two mixtures, in three formats
+    p            a, b and the prefill of one prompt of 512 tokens on two mixtures, in four formats
     http         closed-loop streams: 1, 16 and 64
 """
 
@@ -55,7 +55,7 @@ from manta.workers.kernels import processor
 
 FOUR_B, QWEN_MIXTURE, OPENAI_MIXTURE = "qwen3-4b-12-layers", "qwen3-30b-a3b-4-layers", "gpt-oss-20b-4-layers"
 MIXTURES = (QWEN_MIXTURE, OPENAI_MIXTURE)
-WEIGHTS = {"bfloat16": "auto", "int8": "int8", "int4": "int4"}
+WEIGHTS = {"bfloat16": "auto", "lossless": "lossless", "int8": "int8", "int4": "int4"}
 """Names of formats, and Manta's option `weights` that makes them of a checkpoint in bfloat16."""
 STREAMS = {"http1": 1, "http16": 16, "http64": 64}
 ROWS = {"a": 32, "b": 1, "c": 64, "d": 16, "e": 16, "g": 32, "p": 1}
@@ -84,7 +84,7 @@ class Cell(NamedTuple):
 CELLS = [
     *(Cell(letter, LARGE, "bfloat16") for letter in "abcde"),
     Cell("g", TINY, "bfloat16"),
-    *(Cell(letter, LARGE, form) for form in ("int8", "int4") for letter in "ab"),
+    *(Cell(letter, LARGE, form) for form in ("lossless", "int8", "int4") for letter in "ab"),
     *(Cell(letter, FOUR_B, form) for form in ("int8", "int4") for letter in "ab"),
     *(Cell(letter, LARGE, form) for form in ("bfloat16", "int4") for letter in STREAMS),
     *(Cell(letter, name, form) for name in MIXTURES for form in WEIGHTS for letter in "abp"),
@@ -293,7 +293,7 @@ def floors_of(cell: Cell, shape: Shape, rates: Rates, layer_bits: float, head_bi
     """Returns the least time, or the highest speed, that the rates allow, by metric, in the units of the metrics. With
     many rows a mixture reads the experts that tokens hit if each expert is as likely as any other.
     """
-    rate = rates.bfloat16 if cell.format == "bfloat16" else rates.int8
+    rate = rates.bfloat16 if cell.format in ("bfloat16", "lossless") else rates.int8
 
     def step(rows: int, context: int) -> float:
         return 1e3 * shape.step_seconds(rows, context, rate, rates.bandwidth, layer_bits / 8, head_bits / 8)

@@ -9,11 +9,15 @@ from typing import Literal, NamedTuple
 
 from manta.workers.models.model_config import ModelError
 
-WeightsOption = Literal["auto", "dense", "int8", "int4"]
+WeightsOption = Literal["auto", "dense", "lossless", "int8", "int4"]
+LOSSLESS_BITS = 12
+"""Bits that bfloat16 weights take without loss (`workers/kernels/native/lossless.h`)."""
 
 
 class KeptBits(NamedTuple):
-    """Number of bits of the integers to which floating-point weights are rounded. None keeps the model's dtype."""
+    """Number of bits of the integers to which floating-point weights are rounded, or `LOSSLESS_BITS`, which changes
+    none of them. None keeps the model's dtype.
+    """
 
     layers: int | None
     head: int | None
@@ -22,6 +26,7 @@ class KeptBits(NamedTuple):
 KEPT_BITS: dict[str, KeptBits] = {
     "auto": KeptBits(None, None),
     "dense": KeptBits(None, None),
+    "lossless": KeptBits(LOSSLESS_BITS, LOSSLESS_BITS),
     "int8": KeptBits(8, 8),
     "int4": KeptBits(4, 8),
 }
@@ -33,6 +38,8 @@ The relative error (L2 norm) of normally distributed weights is 0.65% with 8 bit
 bits have 0.53%, but many rows take 1.4 times as long. Groups of 128 with 4 bits have 9.7%.
 """
 SCALE_BYTES = 2
+_LOSSLESS_CHUNK = 1024, 5
+"""Weights that share a base, and the bytes of it and of the place of their exceptions."""
 _LEAST_GROUP = 8
 
 
@@ -49,7 +56,12 @@ def group_of(in_features: int, bits: int) -> int:
 
 
 def kept_bytes(out_features: int, in_features: int, bits: int) -> int:
-    """Returns the bytes of a rounded weight with its scales."""
+    """Returns the bytes of a rounded weight with its scales. Without loss, those of trained weights, which have hardly
+    any exceptions.
+    """
+    if bits == LOSSLESS_BITS:
+        num_weights, each = _LOSSLESS_CHUNK
+        return out_features * in_features * bits // 8 + -(-out_features * in_features // num_weights) * each
     num_scales = out_features * in_features // group_of(in_features, bits)
     return out_features * in_features * bits // 8 + num_scales * SCALE_BYTES
 
@@ -59,12 +71,23 @@ def describe_kept(weights: str) -> str | None:
     bits = KEPT_BITS[weights]
     if bits.layers is None or bits.head is None:
         return "in the model's dtype, whatever the checkpoint stores" if weights == "dense" else None
+    if weights == "lossless":
+        return "bfloat16 in 12 bits, without loss; embedding and norms unchanged"
     head = "" if bits.head == bits.layers else f", the head int{bits.head} in groups of {GROUPS[bits.head]}"
     return f"int{bits.layers} in groups of {GROUPS[bits.layers]}{head}; embedding and norms unchanged"
 
 
-def check_weights(weights: str, device: str) -> None:
-    """Raises `ModelError` if the device `cpu`, `cuda` or `tpu` has no kernels for what `weights` asks for."""
+def check_weights(weights: str, device: str, dtype: str | None = None, why_slow: str | None = None) -> None:
+    """Raises `ModelError` if the device `cpu`, `cuda` or `tpu`, or a machine without kernels (`why_slow` says why it
+    has none), cannot keep weights as `weights` says, or not in the activations' `dtype`, if that is known.
+    """
+    remedy = "or leave weights out"
+    if weights == "lossless" and device != "cpu":
+        raise ModelError(f"weights lossless is for CPUs, and the device is {device}; set device to cpu, {remedy}")
+    if weights == "lossless" and dtype not in (None, "bfloat16"):
+        raise ModelError(f"weights lossless keeps bfloat16, and dtype is {dtype}; set dtype to bfloat16, {remedy}")
+    if weights == "lossless" and why_slow is not None:
+        raise ModelError(f"weights lossless needs the compiled kernels: {why_slow}; {remedy}")
     if KEPT_BITS[weights].layers is not None and device == "tpu":
         raise ModelError(
             f"weights {weights} is for CPUs and CUDA GPUs, and a TPU has no kernels for integer weights; leave weights "

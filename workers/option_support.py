@@ -18,11 +18,12 @@ def check_options(
     model: ModelConfig | None = None,
     draft: ModelConfig | None = None,
     why_slow: str | None = None,
+    dtype: str | None = None,
 ) -> None:
-    """Raises `ModelError` if the device `cpu`, `cuda` or `tpu`, the model, its draft, or a machine without kernels
-    (`why_slow` says why it has none) cannot serve an option.
+    """Raises `ModelError` if the device `cpu`, `cuda` or `tpu`, the model, its draft, the activations' `dtype`, or a
+    machine without kernels (`why_slow` says why it has none) cannot serve an option.
     """
-    check_weights(options.weights, device)
+    check_weights(options.weights, device, dtype, why_slow)
     check_exact(options, device, model, why_slow)
     check_adapters(options, model)
     check_expert_parallel(options, device, model)

@@ -136,7 +136,7 @@ def check_machine(engine: EngineConfig) -> None:
             dtype = model.dtype if engine.dtype == "auto" else engine.dtype
             weights, smaller = (
                 weight_bytes(folder, dtype, model, engine.weights),
-                _smaller_weights(folder, dtype, model),
+                _smaller_weights(folder, dtype, model, "cpu"),
             )
             _check_memory(weights, engine.kv_cache_bytes or 0, dtype, free_memory(), smaller)
 
@@ -166,11 +166,12 @@ def _runs_on_cpu(engine: EngineConfig) -> bool:
     return engine.device == "cpu" or (engine.device == "auto" and not has_gpu)
 
 
-def _smaller_weights(folder: pathlib.Path, dtype: str, model: ModelConfig) -> dict[str, int]:
-    """Returns the bytes of a model's weights by the values of the option `weights` that round them."""
+def _smaller_weights(folder: pathlib.Path, dtype: str, model: ModelConfig, device: str) -> dict[str, int]:
+    """Returns the bytes of a model's weights by the values of the option `weights` that make them smaller."""
     if model.quantization is not None:
         return {}
-    return {form: weight_bytes(folder, dtype, model, form) for form in ("int8", "int4")}
+    lossless = ("lossless",) if (device, dtype) == ("cpu", "bfloat16") else ()
+    return {form: weight_bytes(folder, dtype, model, form) for form in (*lossless, "int8", "int4")}
 
 
 def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int, smaller: Mapping[str, int]) -> None:
@@ -225,7 +226,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    check_options(engine, platform.name, model, draft, platform.advice)
+    check_options(engine, platform.name, model, draft, platform.advice, dtype)
     takes_experts = platform.expert_adapting is not None and not engine.expert_parallel
     adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes, takes_experts)
     for each in (model, draft):
@@ -237,7 +238,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if tally is not None and model.quantization is not None:
         own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
     weights, free = own_bytes + draft_bytes(engine, dtype), platform.free_memory(lambda: None)
-    smaller = _smaller_weights(folder, dtype, model)
+    smaller = _smaller_weights(folder, dtype, model, platform.name)
     _check_memory(weights, 0, dtype, free, smaller)
     if draft is not None:
         check_draft_model(draft)

@@ -20,7 +20,11 @@ void manta_paged_attention(int, int, const void*, int64_t, const void*, const vo
 int manta_attention_layout(int);
 int manta_linear_layout(int);
 void manta_pack_linear(int, const void*, void*, int, int, int);
-void manta_linear(int, const void*, const void*, const void*, void*, int, int, int, int);
+void manta_linear(int, const void*, const void*, const void*, const void*, void*, int, int, int, int);
+int64_t manta_lossless_bytes(int, int);
+void manta_pack_lossless(const void*, void*, int, int, int);
+int64_t manta_count_exceptions(const void*, int, int);
+void manta_pack_exceptions(const void*, const void*, void*, int, int, int);
 void manta_set_num_threads(int);
 int manta_quantized_layout(int);
 int64_t manta_quantized_bytes(int, int, int, int, int, int, int);
@@ -99,6 +103,10 @@ int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
     KERNEL(manta_linear_layout);
     KERNEL(manta_pack_linear);
     KERNEL(manta_linear);
+    KERNEL(manta_lossless_bytes);
+    KERNEL(manta_pack_lossless);
+    KERNEL(manta_count_exceptions);
+    KERNEL(manta_pack_exceptions);
     KERNEL(manta_set_num_threads);
     KERNEL(manta_quantized_layout);
     KERNEL(manta_quantized_bytes);

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import c_int, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers by which the kernels know dtypes."""
 
 
-_PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_features out_features gate")
+_PackedLinear = layout.structure("_PackedLinear", "packed bias exceptions", "dtype in_features out_features gate")
 
 
 LinearCall = layout.structure("_Linear", "run state")
@@ -60,8 +60,14 @@ def _library() -> ctypes.CDLL | None:
         layout.check("linear.cpp", library.manta_linear_layout, sizes)
         layout.check("linear.cpp", lambda _: library.manta_linear_layout(3), {"GATES": GATES})
         library.manta_pack_linear.argtypes = [c_int, c_void_p, c_void_p, c_int, c_int, c_int]
-        library.manta_linear.argtypes = [c_int, *[c_void_p] * 4, *[c_int] * 4]
+        library.manta_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_int] * 4]
+        library.manta_pack_lossless.argtypes = [*[c_void_p] * 2, *[c_int] * 3]
+        library.manta_pack_exceptions.argtypes = [*[c_void_p] * 3, *[c_int] * 3]
         library.manta_pack_linear.restype = library.manta_linear.restype = None
+        library.manta_pack_lossless.restype = library.manta_pack_exceptions.restype = None
+        library.manta_lossless_bytes.argtypes = [c_int, c_int]
+        library.manta_count_exceptions.argtypes = [c_void_p, c_int, c_int]
+        library.manta_lossless_bytes.restype = library.manta_count_exceptions.restype = c_int64
     return library
 
 
@@ -102,9 +108,11 @@ class PackedLinear:
     """`x @ weight.T + bias` for x [..., in_features] in the weight's dtype, accumulated in float32.
 
     With a `gate`, a key of `GATE_KINDS`, the result is the gate of its first half times its second half, rounded once.
+    A `lossless` one keeps bfloat16 weights in about 12 bits each (`lossless.h`) and gives the same bits.
     """
 
     __slots__ = (
+        "_exceptions",
         "_library",
         "_outputs",
         "_run",
@@ -125,8 +133,8 @@ class PackedLinear:
         bias: torch.Tensor | None,
         gate: str | None = None,
         place: Place = place_alone,
+        lossless: bool = False,
     ) -> None:
-        panel, step = (library.manta_linear_layout(which) for which in (1, 2))
         self.out_features, self.in_features = weight.shape
         self.gate = 0 if gate is None else GATE_KINDS[gate]
         self.width = self.out_features // 2 if gate else self.out_features
@@ -135,11 +143,34 @@ class PackedLinear:
         self._run = library.manta_linear
         self._state: Any = None
         self._outputs = KeptMemory()
-        size = -(-self.out_features // panel) * panel * (-(-self.in_features // step) * step)
-        self.packed = place(size, self.dtype, lambda packed: self._pack(weight.contiguous(), packed))
+        self._exceptions: torch.Tensor | None = None
+        self.packed = self._placed_without_loss(weight, place) if lossless else self._placed(weight, place)
         self.bias = bias
         if bias is not None:
             self.bias = gated_bias(bias) if gate else bias.contiguous()
+
+    def _placed(self, weight: torch.Tensor, place: Place) -> torch.Tensor:
+        panel, step = (self._library.manta_linear_layout(which) for which in (1, 2))
+        size = -(-self.out_features // panel) * panel * (-(-self.in_features // step) * step)
+        return place(size, self.dtype, lambda packed: self._pack(weight.contiguous(), packed))
+
+    def _placed_without_loss(self, weight: torch.Tensor, place: Place) -> torch.Tensor:
+        library, sizes = self._library, (self.out_features, self.in_features)
+        num_bytes = library.manta_lossless_bytes(*sizes)
+        packed = place(num_bytes, torch.uint8, lambda to: self._pack_without_loss(weight.contiguous(), to))
+        # How many exceptions there are is known once the rest is packed, by whichever process
+        count = max(1, library.manta_count_exceptions(packed.data_ptr(), *sizes))
+        self._exceptions = place(count, torch.int32, lambda to: self._pack_exceptions(weight.contiguous(), packed, to))
+        return packed
+
+    def _pack_without_loss(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
+        sizes = self.out_features, self.in_features, self.gate
+        self._library.manta_pack_lossless(weight.data_ptr(), packed.data_ptr(), *sizes)
+
+    def _pack_exceptions(self, weight: torch.Tensor, packed: torch.Tensor, exceptions: torch.Tensor) -> None:
+        sizes = self.out_features, self.in_features, self.gate
+        pointers = weight.data_ptr(), packed.data_ptr(), exceptions.data_ptr()
+        self._library.manta_pack_exceptions(*pointers, *sizes)
 
     def _pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
         self._library.manta_pack_linear(
@@ -151,6 +182,11 @@ class PackedLinear:
             self.gate,
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weight."""
+        return self.packed.nbytes + (0 if self._exceptions is None else self._exceptions.nbytes)
+
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
         x = x.contiguous()
         y = self._outputs.empty((*x.shape[:-1], self.width), self.dtype)
@@ -158,7 +194,8 @@ class PackedLinear:
             DTYPES[self.dtype],
             x.data_ptr(),
             self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+            _address(self.bias),
+            _address(self._exceptions),
             y.data_ptr(),
             x.numel() // self.in_features,
             self.in_features,
@@ -170,10 +207,14 @@ class PackedLinear:
     def native(self) -> NativeLinear:
         """The same linear, for C++ to call."""
         if self._state is None:  # callers keep its address
-            bias = None if self.bias is None else self.bias.data_ptr()
-            sizes = (self.in_features, self.out_features, self.gate)
-            self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
+            pointers = self.packed.data_ptr(), _address(self.bias), _address(self._exceptions)
+            sizes = self.in_features, self.out_features, self.gate
+            self._state = _PackedLinear(*pointers, DTYPES[self.dtype], *sizes)
         return native_of(self._library, "manta_run_packed_linear", self._state)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def native_of(library: ctypes.CDLL, name: str, state: Any) -> NativeLinear:
@@ -184,13 +225,19 @@ def native_of(library: ctypes.CDLL, name: str, state: Any) -> NativeLinear:
 
 
 def pack(
-    weight: torch.Tensor, bias: torch.Tensor | None, gate: str | None = None, place: Place = place_alone
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: str | None = None,
+    place: Place = place_alone,
+    lossless: bool = False,
 ) -> PackedLinear | None:
     """A linear with a packed copy of `weight`; None if nothing can be compiled, or if the kernels do not support the
-    dtype, size or gate.
+    dtype, size or gate. A `lossless` one takes weights in bfloat16.
     """
     if weight.dtype not in DTYPES or (library := _library()) is None:
         return None
     if gate is not None and (gate not in GATE_KINDS or not gates_fit(weight.shape[0])):
         return None
-    return PackedLinear(library, weight, bias, gate, place)
+    if lossless and weight.dtype != torch.bfloat16:
+        return None
+    return PackedLinear(library, weight, bias, gate, place, lossless)

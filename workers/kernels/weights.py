@@ -50,7 +50,9 @@ class LinearWeight:
     quantized: QuantizedWeight | None = None
     """The weight as integers, if the checkpoint stores it so."""
     rounded_to: int | None = None
-    """Bits of the integers to which the platform rounds `weight` when it makes the linear; None keeps its dtype."""
+    """Bits of the integers to which the platform rounds `weight` when it makes the linear, or `LOSSLESS_BITS`; None
+    keeps its dtype.
+    """
     activation: str = "silu"
     """The function of the gate, by its name in `ModelConfig.activation`."""
     gate_limit: float = 0.0

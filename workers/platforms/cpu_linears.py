@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from manta.workers.kept_weights import LOSSLESS_BITS
 from manta.workers.kernels import cpu_adapters, cpu_linear, cpu_quantized_linear, processor
 from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, AdaptedLinear, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -31,17 +32,19 @@ _PACK_ROWS = 32
 
 
 def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
-    """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it."""
+    """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it. Its bytes may
+    be fewer, without loss.
+    """
+    lossless = weight.rounded_to == LOSSLESS_BITS
     if weight.gated and not _has_bounds(weight):
-        return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation)
-    if weight.gated:
-        return _gated(make_cpu_linear(weight.dense(), weight.bias, place), weight)
-    return make_cpu_linear(weight.dense(), weight.bias, place)
+        return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation, lossless)
+    linear = make_cpu_linear(weight.dense(), weight.bias, place, lossless)
+    return _gated(linear, weight) if weight.gated else linear
 
 
 def make_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
     """Returns a linear for any weight. Packed copies lie in memory from `place`."""
-    if weight.quantized is None and weight.rounded_to is None:
+    if weight.quantized is None and weight.rounded_to in (None, LOSSLESS_BITS):
         return make_dense_linear(weight, place)
     return make_quantized_linear(weight, place)
 
@@ -130,14 +133,16 @@ class CpuLinearAdapting:
         return TorchAdaptedLinear(linear)
 
 
-def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
+def make_cpu_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone, lossless: bool = False
+) -> Linear:
     """Returns a linear `x @ weight.T + bias` with a packed copy of the weight [out_features, in_features].
 
     `kernels/native/linear.cpp` avoids oneDNN's 20 us for each call: it is as fast as oneDNN on large weights and 1.3 to
     2.5 times faster on small ones. Without a compiler, oneDNN's blocked layout is up to 1.6 times faster than
     `F.linear`.
     """
-    linear = cpu_linear.pack(weight, bias, place=place)
+    linear = cpu_linear.pack(weight, bias, place=place, lossless=lossless)
     if linear is not None:
         return linear
     # F.linear's weight is copied, because the caller may unmap its memory
@@ -163,15 +168,19 @@ class OneDnnLinear:
 
 
 def make_cpu_gated_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone, activation: str = "silu"
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    place: Place = place_alone,
+    activation: str = "silu",
+    lossless: bool = False,
 ) -> Linear:
     """Returns `activation(x @ gate.T) * (x @ up.T)` (Shazeer, 2020). The weight has the rows of gate, then those of up.
 
     In bfloat16 one kernel computes it, which keeps the products out of memory: at 2,048 rows, those of Qwen2.5-0.5B are
     40 MB.
     """
-    gated = cpu_linear.pack(weight, bias, activation, place)
+    gated = cpu_linear.pack(weight, bias, activation, place, lossless)
     if gated is not None:
         return gated
     shape = GateShape(activation, 0.0, weight.dtype, weight.shape[0] // 2, weight.shape[1])
-    return with_gate(make_cpu_linear(weight, bias, place), shape)
+    return with_gate(make_cpu_linear(weight, bias, place, lossless), shape)

@@ -90,11 +90,12 @@ def choose_models(
         draft = _source(draft_folder, options, platform)
         check_draft_model(draft.config)
     draft_config = None if draft is None else draft.config
-    check_options(options, platform.name, target.config, draft_config, platform.advice)
+    dtype = platform.resolve_dtype(options.dtype, target.config.dtype)
+    check_options(options, platform.name, target.config, draft_config, platform.advice, dtype)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact, options.expert_parallel)
     takes_experts = platform.expert_adapting is not None and not options.expert_parallel
     check_adapters_fit(folder, target.config, options.adapters, options.max_adapter_bytes, takes_experts)
-    return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
+    return ModelSources(target, draft, dtype)
 
 
 def _source(folder: pathlib.Path, options: ModelOptions, platform: Platform) -> ModelSource:

@@ -409,7 +409,7 @@ def test_the_kernels_of_this_processor_compile() -> None:
     [
         (cpu, "MAX_QUERY_LEN", 9, "MAX_QUERY_LEN is 8 in the attention kernel and 9 in Python"),
         (cpu, "HEAD_DIM_MULTIPLE", 8, "HEAD_DIM_MULTIPLE is 16 in"),
-        (cpu_linear, "_PackedLinear", layout.structure("PackedLinear", "packed"), "PackedLinear's size is 32 in"),
+        (cpu_linear, "_PackedLinear", layout.structure("PackedLinear", "packed"), "PackedLinear's size is 40 in"),
         (cpu_decoder, "_Buffers", layout.structure("_Buffers", "residual"), "the size of Buffers is 56 in decoder.cpp"),
         (cpu_sampler, "CONSTRAINT", np.dtype([("mask", np.uint64)]), "a Constraint's size is 32 in sampler.cpp and 8"),
     ],

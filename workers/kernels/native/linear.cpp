@@ -2,39 +2,18 @@
 #include "linear.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
+#include "strip_packing.h"
 
 constexpr int FEW_ROWS_OF_TILES = 3;  // from so many rows on, a tile, however empty, beats dot products
 constexpr int SHARED_ROWS_OF_TILES = 256;  // from so many rows a thread on, threads split the rows, not the outputs
 constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below this, waking the other threads costs more than it saves
 
-// Transposes units of LANES rows, from byte `first` on: unit i of all rows goes to `to + i * STRIP`. Null rows, and
-// units after the `bytes` of a row, are zero.
-static void pack_square(const char* const* rows, int64_t first, int64_t bytes, int32_t* to) {
-    Ints square[LANES];
-    for (int i = 0; i < LANES; i++) {
-        square[i] = Ints{};
-        const int64_t left = rows[i] ? bytes - first : 0;
-        if (left > 0) memcpy(&square[i], rows[i] + first, std::min<int64_t>(left, sizeof(Ints)));
-    }
-    transpose(square);
-    for (int i = 0; i < LANES; i++) memcpy(to + i * STRIP, &square[i], sizeof(Ints));
-}
-
-// weight [out_features] rows of `bytes` -> strips of [units][32], a unit being a float or a pair of bfloat16. If gated,
-// 16 rows of the first half and 16 of the second alternate.
+// weight [out_features] rows of `bytes` -> strips of [units][32]
 static void pack(const char* weight, int32_t* packed, int out_features, int64_t bytes, int64_t units, bool gated) {
     const int panels = (out_features + PANEL - 1) / PANEL;
     ask_for_huge_pages(packed, panels * PANEL * units * 4);  // fewer page faults now, fewer TLB misses later
     parallel_for(2 * panels, false, [&](int64_t strip) {
-        const char* rows[STRIP];
-        for (int n = 0; n < STRIP; n++) {
-            const int64_t place = strip * STRIP + n;
-            const int64_t row = gated ? strip * 16 + n % 16 + n / 16 * (out_features / 2) : place;
-            rows[n] = place < out_features ? weight + row * bytes : nullptr;
-        }
-        for (int64_t unit = 0; unit < units; unit += LANES)
-            for (int n = 0; n < STRIP; n += LANES)
-                pack_square(rows + n, unit * 4, bytes, packed + (strip * units + unit) * STRIP + n);
+        pack_strip(weight, packed + strip * units * STRIP, strip, out_features, bytes, units, gated);
     });
 }
 
@@ -49,7 +28,7 @@ static void multiply_by_vectors(const Product<T>& product, int threads, Shares& 
         });
     const VectorProduct<T> whole(product);
     parallel(threads, [&](int thread) {
-        if (product.num_rows <= MAX_FEW_ROWS)
+        if (product.num_rows <= whole.most_few_rows())
             whole.by_rows({shares, thread});
         else
             whole.by_blocks({shares, thread}, false);
@@ -100,19 +79,23 @@ static const T* padded_rows(const T* x, int num_rows, int in_features, int padde
     return rows;
 }
 
-template <class T>
-static void linear(const T* x, const T* packed, const T* bias, T* y, int num_rows, int in_features, int out_features,
-                   int gate, const float* const* addends = nullptr) {
-    const int padded = (in_features + STEP - 1) / STEP * STEP;
-    if (padded != in_features) x = padded_rows(x, num_rows, in_features, padded);
-    multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gate, addends});
-}
-
 // A packed linear, for decoder.cpp, which runs all layers in one call; mirrored in cpu_linear.py.
 struct PackedLinear {
     const void *packed, *bias;
+    const void* exceptions;  // of weights that lie as lossless.h says; null for others
     int dtype, in_features, out_features, gate;
 };
+
+template <class T>
+static void linear(const PackedLinear& l, const void* from, void* y, int num_rows, const float* const* addends) {
+    const int padded = (l.in_features + STEP - 1) / STEP * STEP;
+    const T* x = (const T*)from;
+    if (padded != l.in_features) x = padded_rows(x, num_rows, l.in_features, padded);
+    const int64_t chunks = (int64_t)(l.out_features + PANEL - 1) / PANEL * 2 * (padded / STEP);
+    const Lossless lossless(l.packed, l.exceptions, chunks);
+    multiply(Product<T>{x, (const T*)l.packed, (const T*)l.bias, (T*)y, num_rows, padded, l.out_features, l.gate, addends,
+                        l.exceptions ? &lossless : nullptr});
+}
 
 extern "C" int manta_linear_layout(int which) {
     return which == 0 ? (int)sizeof(PackedLinear) : which == 1 ? PANEL : which == 2 ? STEP : STRIP / 2;
@@ -126,34 +109,28 @@ extern "C" void manta_pack_linear(int dtype, const void* weight, void* packed, i
     pack((const char*)weight, (int32_t*)packed, out_features, in_features * size, padded * size / 4, gated != 0);
 }
 
-// x [num_rows, in_features] -> y [num_rows, out_features], or half as wide with a gate (simd.h), if it is not 0. bias
-// [out_features] is in the order of packing, or null.
-extern "C" void manta_linear(int dtype, const void* x, const void* packed, const void* bias, void* y, int num_rows,
-                             int in_features, int out_features, int gate) {
-    if (dtype == 0)
-        linear((const float*)x, (const float*)packed, (const float*)bias, (float*)y, num_rows, in_features,
-               out_features, gate);
-    else
-        linear((const bf16*)x, (const bf16*)packed, (const bf16*)bias, (bf16*)y, num_rows, in_features, out_features,
-               gate);
-}
-
-// `manta_linear` with the signature by which decoder.cpp calls every linear; `linear` is a PackedLinear.
-extern "C" void manta_run_packed_linear(const void* linear, const void* x, void* y, int num_rows) {
-    const PackedLinear& l = *(const PackedLinear*)linear;
-    manta_linear(l.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gate);
-}
-
-// The same, with floats that are added to the sums of each row before the bias, or null for a row.
+// x [num_rows, in_features] -> y [num_rows, out_features], or half as wide with a gate (simd.h), if it is not 0. The bias
+// [out_features] is in the order of packing, or null. `addends` are floats that are added to the sums of each row before
+// the bias, or null for a row. `linear` is a PackedLinear.
 extern "C" void manta_run_packed_linear_adding(const void* self, const void* x, void* y, int num_rows,
                                                const float* const* addends) {
     const PackedLinear& l = *(const PackedLinear*)self;
     if (l.dtype == 0)
-        linear((const float*)x, (const float*)l.packed, (const float*)l.bias, (float*)y, num_rows, l.in_features,
-               l.out_features, l.gate, addends);
+        linear<float>(l, x, y, num_rows, addends);
     else
-        linear((const bf16*)x, (const bf16*)l.packed, (const bf16*)l.bias, (bf16*)y, num_rows, l.in_features,
-               l.out_features, l.gate, addends);
+        linear<bf16>(l, x, y, num_rows, addends);
+}
+
+// The same without addends.
+extern "C" void manta_linear(int dtype, const void* x, const void* packed, const void* bias, const void* exceptions,
+                             void* y, int num_rows, int in_features, int out_features, int gate) {
+    const PackedLinear linear{packed, bias, exceptions, dtype, in_features, out_features, gate};
+    manta_run_packed_linear_adding(&linear, x, y, num_rows, nullptr);
+}
+
+// The same, with the signature by which decoder.cpp calls every linear.
+extern "C" void manta_run_packed_linear(const void* linear, const void* x, void* y, int num_rows) {
+    manta_run_packed_linear_adding(linear, x, y, num_rows, nullptr);
 }
 
 extern "C" void manta_set_num_threads(int threads) {

@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "lossless.h"
 #include "parallel.h"
 #include "shares.h"
 #include "simd.h"
@@ -65,10 +66,29 @@ struct Product {
     int num_rows, in_features, out_features;
     int gate;  // of simd.h: a strip holds 16 outputs of `gate`, then the 16 of `up`; y is half as wide as the sums
     const float* const* addends = nullptr;  // of each row, in the order of packing, or null: added to the sums
+    const Lossless* lossless = nullptr;     // the weights, if they are not at `packed`
 
     const T* panel(int p) const { return packed + p * panel_size(in_features); }
     const T* strip(int s) const { return packed + (int64_t)s * in_features * STRIP; }
     const T* input(int row) const { return x + (int64_t)row * in_features; }
+
+    // Weights of a strip, of inputs [k, k + count): where they lie, or decoded to `room`. `k` is a multiple of STEP.
+    MANTA_INLINE const T* weights(int s, int k, int count, T* room, bool fetches) const {
+        if constexpr (PAIR == 2)
+            if (lossless) {
+                const int64_t first = ((int64_t)s * in_features + k) / STEP;
+                lossless->decode(first, first + count / STEP, room, fetches);
+                return room;
+            }
+        return strip(s) + (int64_t)k * STRIP;
+    }
+
+    // Where the weights of a strip lie in memory from input k on, and the bytes of two of them.
+    const char* stored(int s, int k) const {
+        if (lossless) return (const char*)lossless->codes + ((int64_t)s * in_features + k) / STEP * LOSSLESS_BYTES;
+        return (const char*)(strip(s) + (int64_t)k * STRIP);
+    }
+    int bytes_of_two() const { return lossless ? 3 : 2 * (int)sizeof(T); }
 
     // Writes the outputs of a row and a strip, given their sums.
     MANTA_INLINE void write(int row, int strip, Sums& sums) const {

@@ -109,6 +109,11 @@ static void tile_times_panel(const bf16* x, int64_t in_features, const bf16* pan
     _tile_stored(3, sums + 3 * TILE, 64);
 }
 
+// Several inputs of a strip, or a panel, if they have to be decoded before they are multiplied.
+static inline bf16* decoded_room(int64_t inputs, int strips) {
+    return of_thread<bf16, 8>(inputs * strips * STRIP);
+}
+
 struct TileProduct : Product<bf16> {
     explicit TileProduct(const Product<bf16>& product) : Product<bf16>(product) {}
 
@@ -134,13 +139,21 @@ struct TileProduct : Product<bf16> {
         _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE];
         while (share.take(1)) {
-            tile_times_panel(x, in_features, panel(share.first), sums);
+            tile_times_panel(x, in_features, whole_panel(share.first), sums);
             for (int half = 0; half < 2; half++) {
                 Finished strip{sums + half * 2 * TILE, 0, num_rows, 2 * share.first + half};
                 write_rows(strip, num_rows);
             }
         }
         _tile_release();
+    }
+
+    const bf16* whole_panel(int p) const {
+        if (!lossless) return panel(p);
+        bf16* const room = decoded_room(in_features, 2);
+        for (int half = 0; half < 2; half++)
+            weights(2 * p + half, 0, in_features, room + (int64_t)half * in_features * STRIP, true);
+        return room;
     }
 
     // The inputs of a block of rows stay in the second-level cache while all strips pass. A chunk of each strip stays
@@ -190,12 +203,15 @@ struct TileProduct : Product<bf16> {
         const int steps = in_features / STEP, lines = 1 + (STEP - 1) / (pass.end_tile - pass.first_tile);
         for (int step = pass.first_step; step < pass.end_step; step += pass.chunk_steps) {
             const int end = std::min(pass.end_step, step + pass.chunk_steps), later = step + AHEAD_STEPS;
-            const bf16* ahead = later < pass.end_step ? chunk(strip, later)
-                                                      : chunk(strip + 1, pass.first_step + later - pass.end_step);
+            bf16* const room = lossless ? decoded_room(pass.chunk_steps * STEP, 1) : nullptr;
+            const bf16* const from = weights(strip, step * STEP, (end - step) * STEP, room, true);
+            const bf16* ahead = lossless               ? room
+                                : later < pass.end_step ? chunk(strip, later)
+                                                        : chunk(strip + 1, pass.first_step + later - pass.end_step);
             float* tile_sums = sums;
             for (int tile = pass.first_tile; tile < pass.end_tile; tile++, tile_sums += 4 * TILE) {
                 const Inputs x = pass.packs ? packed_tile(pass, tile, step) : tile_of_rows(tile, step, pass.inputs);
-                ahead = rows_times_chunk(x, tile, strip, step, end, tile_sums, ahead, lines, finished);
+                ahead = rows_times_chunk(x, tile, from, step, end, tile_sums, ahead, lines, finished);
                 const int row = tile * TILES_ROWS;
                 if (end == steps) finished = {tile_sums, row, std::min(num_rows, row + TILES_ROWS), strip};
             }
@@ -211,20 +227,21 @@ struct TileProduct : Product<bf16> {
         }
     }
 
-    // Multiplies steps [first_step, end_step) of a strip and a tile of rows. Meanwhile fetches the weights at `ahead`,
+    // Multiplies steps [first_step, end_step) of a strip, which lie at `from`, and a tile of rows. Meanwhile fetches the
+    // weights at `ahead`,
     // `lines` cache lines in each step, and writes the sums that were finished before. Returns what to fetch next.
-    const bf16* rows_times_chunk(Inputs x, int tile, int strip, int first_step, int end_step, float* sums,
+    const bf16* rows_times_chunk(Inputs x, int tile, const bf16* from, int first_step, int end_step, float* sums,
                                  const bf16* ahead, int lines, Finished& finished) const {
         const int steps = end_step - first_step;
         const auto beside = [&](int step) {
-            const bf16* const from = ahead + (int64_t)step * lines * STRIP;
-            for (int line = 0; line < lines; line++) _mm_prefetch((const char*)(from + line * STRIP), _MM_HINT_T1);
+            const bf16* const next = ahead + (int64_t)step * lines * STRIP;
+            for (int line = 0; line < lines; line++) _mm_prefetch((const char*)(next + line * STRIP), _MM_HINT_T1);
             write_rows(finished, step + 1 < steps ? ROWS_BESIDE : TILES_ROWS);
         };
         if (num_rows - tile * TILES_ROWS > 16)
-            tiles_times_strip<2>(x, chunk(strip, first_step), steps, sums, first_step > 0, beside);
+            tiles_times_strip<2>(x, from, steps, sums, first_step > 0, beside);
         else
-            tiles_times_strip<1>(x, chunk(strip, first_step), steps, sums, first_step > 0, beside);
+            tiles_times_strip<1>(x, from, steps, sums, first_step > 0, beside);
         return ahead + (int64_t)steps * lines * STRIP;
     }
 

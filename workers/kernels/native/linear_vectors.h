@@ -15,6 +15,12 @@ constexpr bool HAS_PAIRS = true;
 #else
 constexpr bool HAS_PAIRS = false;
 #endif
+#if MANTA_PAIRS && MANTA_LANES == 16
+#define MANTA_DECODES_IN_REGISTERS 1  // weights of lossless.h
+constexpr bool DECODES_IN_REGISTERS = true;
+#else
+constexpr bool DECODES_IN_REGISTERS = false;
+#endif
 constexpr int ACCUMULATORS = TILE_ROWS == 8 ? 24 : 12;  // vectors of sums: three quarters of the registers
 constexpr int FEW_ROWS = 6;  // most rows of a block whose weights go from memory straight into registers
 constexpr int FEW_CHUNK = 128;  // inputs; with twice as many, fetched weights evict those in use from the cache
@@ -38,10 +44,14 @@ template <class T>
 struct VectorProduct : Product<T> {
     using Base = Product<T>;
     using Base::PAIR, Base::VECTORS, Base::num_rows, Base::in_features;
+    using typename Base::Sums;
     static constexpr bool PAIRS = HAS_PAIRS && PAIR == 2;
     using Input = std::conditional_t<PAIRS, bf16, float>;
 
     explicit VectorProduct(const Base& product) : Base(product) {}
+
+    // Up to how many rows `by_rows` is the faster one
+    int most_few_rows() const { return !this->lossless ? MAX_FEW_ROWS : DECODES_IN_REGISTERS ? FEW_ROWS : 0; }
 
     // ---- few rows: weights stream from memory
 
@@ -139,6 +149,69 @@ struct VectorProduct : Product<T> {
             for (int half = 0; half < 2; half++) this->write(first_row + row, 2 * p + half, sums[row] + half * STRIP);
     }
 
+#if MANTA_DECODES_IN_REGISTERS
+    // The same for lossless weights: they go from memory through registers straight into the products.
+    template <int ROWS>
+    void rows_times_lossless_panel(const Input* rows, int64_t stride, int first_row, int p) const {
+        constexpr int STRIPS = ROWS <= 4 ? 2 : 1;  // at a time: as many as there are registers for their sums
+        for (int strip = 2 * p; strip < 2 * p + 2; strip += STRIPS) {
+            Floats sums[ROWS][STRIPS * 2] = {};
+            for (int k = 0; k < in_features; k += STEP) {
+                const Input* const inputs = rows + k;
+                const auto add = [&](const auto& weights_of) __attribute__((always_inline)) {
+                    for (int i = 0; i < LOSSLESS_CHUNK / LOSSLESS_GROUP; i++)
+                        for (int s = 0; s < STRIPS; s++) {
+                            Ints weights[4];
+                            weights_of(s, i, weights);
+                            for (int row = 0; row < ROWS; row++)
+                                for (int pair = 0; pair < 2; pair++) {
+                                    const Ints input = splat_input(inputs + row * stride + i * 4 + pair * 2);
+                                    for (int c = 0; c < 2; c++) {
+                                        Floats& sum = sums[row][s * 2 + c];
+                                        sum = add_product(sum, input, weights[pair * 2 + c]);
+                                    }
+                                }
+                        }
+                };
+                add_chunk<STRIPS>(strip, k, add);
+            }
+            for (int row = 0; row < ROWS; row++)
+                for (int s = 0; s < STRIPS; s++) this->write(first_row + row, strip + s, *(Sums*)&sums[row][s * 2]);
+        }
+    }
+
+    // add(weights_of), where weights_of(s, i, weights) gives group i of a chunk of each of STRIPS strips, from input k on.
+    template <int STRIPS, class Add>
+    MANTA_INLINE void add_chunk(int strip, int k, const Add& add) const {
+        const Lossless& from = *this->lossless;
+        int64_t chunks[STRIPS];
+        bool is_plain = true;
+        for (int s = 0; s < STRIPS; s++) {
+            chunks[s] = ((int64_t)(strip + s) * in_features + k) / STEP;
+            is_plain &= !from.has_exceptions(chunks[s]);
+        }
+        if (is_plain) {
+            // At the end of a strip, the next panel's; between them is the other strip of this panel
+            const int64_t skipped = k + STEP < in_features ? 0 : (int64_t)in_features / STEP * LOSSLESS_BYTES;
+            const int64_t ahead = LOSSLESS_AHEAD + skipped;
+            GroupDecoder decoders[STRIPS];
+            for (int s = 0; s < STRIPS; s++) decoders[s] = GroupDecoder(from.bases[chunks[s]]);
+            add([&](int s, int i, Ints* weights) __attribute__((always_inline)) {
+                const uint8_t* const group = from.codes + chunks[s] * LOSSLESS_BYTES + i * GROUP_BYTES;
+                decoders[s].group(group, weights, ahead);
+            });
+            return;
+        }
+        alignas(64) T room[STRIPS * LOSSLESS_CHUNK];
+        for (int s = 0; s < STRIPS; s++) from.decode(chunks[s], chunks[s] + 1, room + s * LOSSLESS_CHUNK, true);
+        add([&](int s, int i, Ints* weights) __attribute__((always_inline)) {
+            memcpy(weights, room + s * LOSSLESS_CHUNK + i * LOSSLESS_GROUP, 4 * sizeof(Ints));
+        });
+    }
+#endif
+
+    int first_row(int block, int blocks) const { return (int64_t)num_rows * block / blocks; }
+
     void by_rows(Share share) const {
         const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
         int64_t stride = in_features;
@@ -146,11 +219,16 @@ struct VectorProduct : Product<T> {
         while (share.take(1)) {
             if (!rows) rows = inputs(0, num_rows, stride);
             for (int b = 0; b < blocks; b++) {
-                const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
+                const int row = first_row(b, blocks), end = first_row(b + 1, blocks);
                 // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
                 // after the last panel does no harm.
                 const int64_t ahead = b == 0 ? 64 * STEP : b == blocks - 1 ? panel_size(in_features) : 0;
                 with_constant<FEW_ROWS>(end - row, [&](auto count) {
+#if MANTA_DECODES_IN_REGISTERS
+                    if constexpr (PAIRS)
+                        if (this->lossless)
+                            return rows_times_lossless_panel<count>(rows + row * stride, stride, row, share.first);
+#endif
                     rows_times_panel<count>(rows + row * stride, stride, row, share.first, ahead);
                 });
             }
@@ -187,7 +265,7 @@ struct VectorProduct : Product<T> {
         float* const sums = chunk + CHUNK_BYTES / sizeof(float);
         Input* const rows = reinterpret_cast<Input*>(sums + most * STRIP);
         for (int b = 0; b < blocks; b++) {
-            const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
+            const int row = first_row(b, blocks), end = first_row(b + 1, blocks);
             copy_rows(row, end, rows, stride);
             do {
                 for (int strip = 2 * share.first; strip < 2 * share.last; strip++) {
@@ -202,17 +280,20 @@ struct VectorProduct : Product<T> {
         constexpr int WIDTH = 2 * LANES;  // outputs at a time
         constexpr int MOST = CHUNK_BYTES / (PAIRS ? STRIP * sizeof(T) : WIDTH * sizeof(float));  // inputs of a chunk
         const int tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+        alignas(64) T room[PAIR == 2 ? MOST * STRIP : 1];
         for (int k = 0; k < in_features; k += MOST) {
             const int steps = std::min(MOST, in_features - k);
+            const T* const weights = this->weights(strip, k, steps, room, true);
             for (int column = 0; column < STRIP; column += WIDTH) {
-                const T* const from = this->strip(strip) + (int64_t)k * STRIP + column * PAIR;
+                const T* const from = weights + column * PAIR;
                 // The share of the next chunk that these outputs have in the strip
-                const T* const next = this->strip(strip) + (int64_t)(k + steps) * STRIP + column * steps;
-                const Fetch fetch = {(const char*)next, WIDTH * (int64_t)sizeof(T) / tiles};
-                const auto multiply = [&](int first, const Input* weights, Columns at, Fetch ahead) {
+                const int64_t bytes_of_input = WIDTH * this->bytes_of_two() / 2;
+                const char* const next = this->stored(strip, k + steps) + column / WIDTH * steps * bytes_of_input;
+                const Fetch fetch = {next, bytes_of_input / tiles};
+                const auto multiply = [&](int first, const Input* packed, Columns at, Fetch ahead) {
                     const auto rows_of = k == 0 ? multiply_panels<false, 2, Input, Fetch>
                                                 : multiply_panels<true, 2, Input, Fetch>;
-                    rows_of(rows + first * stride + k, stride, weights, at, steps, sums + first * STRIP + column, STRIP,
+                    rows_of(rows + first * stride + k, stride, packed, at, steps, sums + first * STRIP + column, STRIP,
                             count - first, ahead);
                 };
                 if constexpr (PAIRS) {
