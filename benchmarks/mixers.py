@@ -17,11 +17,12 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.floors import Rates, Shape, measure_rates
+from benchmarks.floors import Rates, Shape, bytes_of, measure_rates
 from benchmarks.peers import PEERS, add_python_options, pythons_of
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
 from benchmarks.report import machine, ratio_of
 from benchmarks.workloads import Prompts, PromptSource, alternate, step_seconds
+from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels import processor
 
 HYBRID, WINDOWS, ATTENTION = "qwen3.5-8-layers", "gemma-3-8-layers", "qwen3-8-layers"
@@ -57,8 +58,9 @@ def measure_speed(name: str, setup: Setup, num_turns: int) -> None:
             stack.callback(engines[1].stop)
         found = alternate(engines, num_turns, next_turn, turn, _say)
     counted = rates[1:]  # the first warmed up
+    kept = [bytes_of(bits) for bits in KEPT_BITS[setup.weights]]
     floors = {
-        DECODE: [shape.step_seconds(1, 32 + STEPS // 2, each.bfloat16, each.bandwidth) for each in counted],
+        DECODE: [shape.step_seconds(1, 32 + STEPS // 2, each.bfloat16, each.bandwidth, *kept) for each in counted],
         PREFILL: [shape.prefill_seconds(1, PROMPT, each.bfloat16) for each in counted],
     }
     for figure, floor in floors.items():
@@ -114,13 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--parts", default="speed,turns", help="of speed, turns (default: both)")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument(
+        "--weights", choices=("auto", "lossless"), default="auto", help="Manta's option (default: auto)"
+    )
     add_python_options(parser, "llamacpp")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in ("speed", "turns")]:
         parser.error(f"--parts {unknown[0]}: use speed, turns or both")
     try:
-        setup = Setup(kv_cache_bytes=1 << 30, pythons=pythons_of(options))
+        setup = Setup(kv_cache_bytes=1 << 30, pythons=pythons_of(options), weights=options.weights)
     except ValueError as error:
         parser.error(str(error))
     print(machine(), file=sys.stderr)
