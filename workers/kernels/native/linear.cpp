@@ -2,6 +2,7 @@
 #include "linear.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
+#include "native_linear.h"
 
 constexpr int FEW_ROWS_OF_TILES = 3;  // from so many rows on, a tile, however empty, beats dot products
 constexpr int SHARED_ROWS_OF_TILES = 256;  // from so many rows a thread on, threads split the rows, not the outputs
@@ -113,6 +114,66 @@ struct PackedLinear {
     const void *packed, *bias;
     int dtype, in_features, out_features, gate;
 };
+
+// ---- the pieces of the work (native_linear.h)
+
+static int padded_features(const PackedLinear& l) {
+    return (l.in_features + STEP - 1) / STEP * STEP;
+}
+
+template <class T>
+static VectorProduct<T> product_of(const PackedLinear& l, void* y, int num_rows) {
+    const int padded = padded_features(l);
+    return VectorProduct<T>({nullptr, (const T*)l.packed, (const T*)l.bias, (T*)y, num_rows, padded, l.out_features, l.gate});
+}
+
+// Calls body(product) with a product of the linear's dtype.
+template <class Body>
+static auto with_product(const void* self, void* y, int num_rows, const Body& body) {
+    const PackedLinear& l = *(const PackedLinear*)self;
+    return l.dtype == 0 ? body(product_of<float>(l, y, num_rows)) : body(product_of<bf16>(l, y, num_rows));
+}
+
+static int64_t prepared_bytes(const void* self, int num_rows) {
+    return with_product(self, nullptr, num_rows, [&](const auto& product) {
+        using Input = typename std::decay_t<decltype(product)>::Input;
+        return (int64_t)((num_rows * product.few_rows_stride() * sizeof(Input) + 63) / 64 * 64);
+    });
+}
+
+static void prepare(const void* self, const void* x, void* prepared, int row, int num_rows) {
+    const int in_features = ((const PackedLinear*)self)->in_features;
+    with_product(self, nullptr, num_rows, [&](const auto& product) { product.prepare(x, in_features, prepared, row); });
+}
+
+static int num_panels(const void* self) {
+    return (((const PackedLinear*)self)->out_features + PANEL - 1) / PANEL;
+}
+
+static void multiply(const void* self, const void* prepared, void* products, int num_rows, int panel) {
+    with_product(self, products, num_rows, [&](const auto& product) {
+        using Input = typename std::decay_t<decltype(product)>::Input;
+        product.few_rows_times_panel((const Input*)prepared, panel);
+    });
+}
+
+static void fetch(const void* self, int panel) {
+    with_product(self, nullptr, 0, [&](const auto& product) {
+        for (int strip = 2 * panel; strip < 2 * panel + 2; strip++)
+            for (int64_t at = 0; at < AHEAD_OF_ROWS; at += 64 / (int)sizeof(*product.packed))
+                __builtin_prefetch(product.strip(strip) + at, 0, 2);
+    });
+}
+
+static int most_rows(const void* self) {
+#if MANTA_AMX
+    if (((const PackedLinear*)self)->dtype == 1 && tiles_granted()) return FEW_ROWS_OF_TILES - 1;
+#endif
+    return MAX_FEW_ROWS;
+}
+
+extern "C" const LinearParts manta_packed_linear_parts = {
+    prepared_bytes, prepare, num_panels, multiply, fetch, nullptr, most_rows};
 
 extern "C" int manta_linear_layout(int which) {
     return which == 0 ? (int)sizeof(PackedLinear) : which == 1 ? PANEL : which == 2 ? STEP : STRIP / 2;

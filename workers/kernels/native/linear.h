@@ -40,13 +40,15 @@ static inline void ask_for_huge_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// Memory [count] that a thread keeps for its next call, on huge pages if the system grants them; one for each USE.
+// Memory [count] that a thread keeps for its next call, on huge pages if the system grants them; one for each USE. What a
+// large call needed is given back once a call needs less than a sixteenth, so that no prefill's memory stays.
 template <typename T, int USE = 0>
 static inline T* of_thread(int64_t count) {
     static thread_local std::unique_ptr<void, decltype(&free)> memory(nullptr, free);
     static thread_local int64_t size = 0;
-    const int64_t wanted = (count * (int64_t)sizeof(T) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-    if (size < wanted) {
+    const int64_t bytes = std::max<int64_t>(1, count * sizeof(T)), wanted = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (size < wanted || size > 16 * wanted) {
+        memory.reset();
         memory.reset(aligned_alloc(HUGE_PAGE, wanted));
         ask_for_huge_pages(memory.get(), wanted);
         size = wanted;

@@ -18,6 +18,7 @@ constexpr bool HAS_PAIRS = false;
 constexpr int ACCUMULATORS = TILE_ROWS == 8 ? 24 : 12;  // vectors of sums: three quarters of the registers
 constexpr int FEW_ROWS = 6;  // most rows of a block whose weights go from memory straight into registers
 constexpr int FEW_CHUNK = 128;  // inputs; with twice as many, fetched weights evict those in use from the cache
+constexpr int64_t AHEAD_OF_ROWS = 64 * STEP;  // elements of a strip from those in use to those that are fetched
 constexpr int MAX_FEW_ROWS = 12;  // with more rows, weights are widened once for all of them
 constexpr int64_t CHUNK_BYTES = 16 << 10;  // of widened weights, which stay in the first-level cache
 constexpr int64_t BLOCK_BYTES_OF_ROWS = 512 << 10;  // of a block of rows, which stays in a near cache for all strips
@@ -140,30 +141,47 @@ struct VectorProduct : Product<T> {
     }
 
     void by_rows(Share share) const {
-        const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
-        int64_t stride = in_features;
         const Input* rows = nullptr;
         while (share.take(1)) {
-            if (!rows) rows = inputs(0, num_rows, stride);
-            for (int b = 0; b < blocks; b++) {
-                const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
-                // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
-                // after the last panel does no harm.
-                const int64_t ahead = b == 0 ? 64 * STEP : b == blocks - 1 ? panel_size(in_features) : 0;
-                with_constant<FEW_ROWS>(end - row, [&](auto count) {
-                    rows_times_panel<count>(rows + row * stride, stride, row, share.first, ahead);
-                });
-            }
+            if (!rows) rows = inputs(0, num_rows);
+            few_rows_times_panel(rows, share.first);
+        }
+    }
+
+    // All rows, which are in the form in which they are multiplied, `few_rows_stride` apart.
+    void few_rows_times_panel(const Input* rows, int panel) const {
+        const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
+        const int64_t stride = few_rows_stride();
+        for (int b = 0; b < blocks; b++) {
+            const int row = (int64_t)num_rows * b / blocks, end = (int64_t)num_rows * (b + 1) / blocks;
+            // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
+            // after the last panel does no harm.
+            const int64_t ahead = b == 0 ? AHEAD_OF_ROWS : b == blocks - 1 ? panel_size(in_features) : 0;
+            with_constant<FEW_ROWS>(end - row, [&](auto count) {
+                rows_times_panel<count>(rows + row * stride, stride, row, panel, ahead);
+            });
+        }
+    }
+
+    int64_t few_rows_stride() const { return std::is_same_v<Input, T> ? in_features : padded_stride(); }
+
+    // Writes x [count] to row `row` of `to`, in the form in which few rows are multiplied, padded with zeros.
+    void prepare(const void* x, int count, void* to, int row) const {
+        Input* const inputs = (Input*)to + row * few_rows_stride();
+        if constexpr (std::is_same_v<Input, T>) {
+            memcpy(inputs, x, count * sizeof(T));
+            std::fill(inputs + count, inputs + in_features, T{});
+        } else {
+            for (int k = 0; k < in_features; k += LANES) store(inputs + k, load_upto((const T*)x + k, count - k));
         }
     }
 
     // Rows [first, last) in the form in which they are multiplied: in place if nothing must be widened.
-    const Input* inputs(int first, int last, int64_t& stride) const {
+    const Input* inputs(int first, int last) const {
         if constexpr (std::is_same_v<Input, T>) {
-            stride = in_features;
             return this->input(first);
         } else {
-            stride = padded_stride();
+            const int64_t stride = padded_stride();
             Input* const to = of_thread<Input>((last - first) * stride);
             copy_rows(first, last, to, stride);
             return to;
