@@ -32,7 +32,7 @@ void manta_round_weight(int, const void*, int, int, int, int, void*, void*);
 void manta_pack_quantized(const void*, const void*, const void*, const void*, void*, int, int, int, int, int, int, int);
 void manta_quantized_linear(int, const void*, const void*, const void*, const void*, const void*, void*, int, int, int,
                             int, int, int, int, int, int, int);
-void manta_head_products(int, const void*, const void*, void*, int, int, int, int, int, int);
+void manta_head_products(int, int, const void*, const void*, void*, int, int, int, int, int, int);
 void manta_log1p(const float*, float*, int64_t);
 }
 

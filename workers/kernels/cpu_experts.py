@@ -24,7 +24,13 @@ from manta.workers.models.model_config import LEAST_SUM, ExpertsConfig
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 """The numbers by which `routing.h` knows the names of `ExpertsConfig.scores`."""
-_Expert = structure("_Expert", "run_gated gated run_down down")
+_ExpertLinear = structure("_ExpertLinear", "run state parts")
+
+
+class _Expert(ctypes.Structure):
+    _fields_ = [("gated", _ExpertLinear), ("down", _ExpertLinear)]
+
+
 _Routing = structure(
     "_Routing",
     "choice_bias",
@@ -39,7 +45,8 @@ class _Mixture(ctypes.Structure):
         ("shared_down", LinearCall),
         *[(name, c_void_p) for name in ("experts", "router", "router_bias", "shared_gate", "share_scales")],
         ("routing", _Routing),
-        *[(name, c_int) for name in ("dtype", "num_experts", "hidden", "inner", "shared_inner", "scales_inputs")],
+        *[(name, c_int) for name in ("router_dtype", "shared_gate_dtype", "dtype", "num_experts", "hidden", "inner")],
+        *[(name, c_int) for name in ("shared_inner", "scales_inputs")],
     ]
 
 
@@ -116,7 +123,7 @@ class FusedExperts:
         self.calls = (_Expert * len(experts))()
         """The experts' linears, for C++."""
         for to, (gated, down) in zip(self.calls, calls, strict=True):
-            to.run_gated, to.gated, to.run_down, to.down = gated.run, gated.state, down.run, down.state
+            to.gated, to.down = (_ExpertLinear(each.run, each.state, each.parts) for each in (gated, down))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
@@ -144,9 +151,10 @@ def inner_width(mlp: GatedMlpWeights) -> int:
 
 
 def _call(linear: Linear) -> NativeLinear | None:
-    """Returns the call of a linear that runs without Python; None for others."""
+    """Returns the call of a linear that runs without Python, and whose work C++ can share out; None for others."""
     call = linear.native() if isinstance(linear, HasNative) else None
-    return None if call is None or call.raise_error is not None or call.begin is not None else call
+    is_plain = call is not None and call.parts is not None and call.raise_error is None and call.begin is None
+    return call if is_plain else None
 
 
 def _calls(mlp: GatedMlpWeights) -> tuple[NativeLinear, NativeLinear] | None:
@@ -189,6 +197,8 @@ class FusedMixture:
             gate.weight.data_ptr() if isinstance(gate, ExactLinear) else None,
             None if mixture.share_scales is None else mixture.share_scales.data_ptr(),
             _routing(mixture.config, weight.shape[-1], mixture.choice_bias),
+            DTYPES[weight.dtype],
+            DTYPES[gate.weight.dtype] if isinstance(gate, ExactLinear) else 0,
             DTYPES[dtype],
             len(experts.calls),
             weight.shape[1],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from manta.workers.kernels import build, cpu_recurrence, reference
-from manta.workers.kernels.cpu_linear import ALL_GATE_KINDS, DTYPES, HasNative, LinearCall, NativeLinear
+from manta.workers.kernels.cpu_linear import ALL_GATE_KINDS, DTYPES, HasNative, LinearCall, NativeLinear, parts_of
 from manta.workers.kernels.layout import check
 from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.weights import Linear
@@ -19,6 +19,7 @@ from manta.workers.kernels.weights import Linear
 class _GatedLinear(ctypes.Structure):
     _fields_ = [
         ("linear", c_void_p),
+        ("parts", c_void_p),
         *[(name, c_int) for name in ("dtype", "width", "in_features", "kind", "is_whole")],
         ("limit", c_float),
     ]
@@ -100,10 +101,11 @@ class NativeGatedLinear(GatedLinear):
             shape, call = self._shape, ctypes.addressof(self._call)
             kind, limit = ALL_GATE_KINDS[shape.activation], rounded_limit(shape.limit, shape.dtype)
             sizes, is_whole = (shape.width, shape.in_features), inner.begin is not None
-            self._state = _GatedLinear(call, DTYPES[shape.dtype], *sizes, kind, is_whole, limit)
+            self._state = _GatedLinear(call, inner.parts, DTYPES[shape.dtype], *sizes, kind, is_whole, limit)
         run = ctypes.cast(library.manta_run_gated_linear, c_void_p).value
         assert run is not None
-        return NativeLinear(run, ctypes.addressof(self._state), inner.raise_error, begin=inner.begin)
+        parts = None if inner.parts is None else parts_of(library, "gated_linear")
+        return NativeLinear(run, ctypes.addressof(self._state), inner.raise_error, parts=parts, begin=inner.begin)
 
 
 def with_gate(linear: Linear, shape: GateShape) -> GatedLinear:

@@ -41,6 +41,8 @@ class NativeLinear(NamedTuple):
     """Address of the same function with addends of the sums, float32 rows or null, as its last argument; None if there
     is none.
     """
+    parts: int | None = None
+    """Address of the pieces of its work, `LinearParts` in C++; None if there are none."""
     begin: Callable[[AttentionMetadata], None] | None = None
     """Called before the function runs for a step, for linears that differ by sequence."""
 
@@ -210,7 +212,7 @@ class PackedLinear:
             pointers = self.packed.data_ptr(), _address(self.bias), _address(self._exceptions)
             sizes = self.in_features, self.out_features, self.gate
             self._state = _PackedLinear(*pointers, DTYPES[self.dtype], *sizes)
-        return native_of(self._library, "manta_run_packed_linear", self._state)
+        return native_of(self._library, "packed_linear", self._state)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -218,10 +220,17 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def native_of(library: ctypes.CDLL, name: str, state: Any) -> NativeLinear:
-    """Returns the call of a linear's function, whose form with addends is `NAME_adding`."""
-    run, run_adding = (ctypes.cast(library[each], c_void_p).value for each in (name, f"{name}_adding"))
+    """Returns the call of a linear: `manta_run_NAME`, the same with addends `manta_run_NAME_adding`, and
+    `manta_NAME_parts`.
+    """
+    run, run_adding = (ctypes.cast(library[f"manta_run_{each}"], c_void_p).value for each in (name, f"{name}_adding"))
     assert run is not None
-    return NativeLinear(run, ctypes.addressof(state), run_adding=run_adding)
+    return NativeLinear(run, ctypes.addressof(state), run_adding=run_adding, parts=parts_of(library, name))
+
+
+def parts_of(library: ctypes.CDLL, name: str) -> int:
+    """Returns the address of `manta_NAME_parts`."""
+    return ctypes.addressof(ctypes.c_char.in_dll(library, f"manta_{name}_parts"))
 
 
 def pack(

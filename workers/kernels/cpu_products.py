@@ -19,21 +19,23 @@ from manta.workers.kernels.cpu_linear import DTYPES
 def _library() -> ctypes.CDLL:
     library = build.load_library()
     assert library is not None, "callers have looked for compiled kernels"
-    library.manta_head_products.argtypes = [c_int, *[c_void_p] * 3, *[c_int] * 6]
+    library.manta_head_products.argtypes = [c_int, c_int, *[c_void_p] * 3, *[c_int] * 6]
     library.manta_head_products.restype = None
     return library
 
 
 def head_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Computes `reference.head_products`. Each number is one float32 sum in the order of the inputs, whose terms are
-    fused, and is rounded once to the dtype of x.
+    fused, and is rounded once to the dtype of x. The weight has that dtype, or is of bfloat16.
     """
+    assert weight.dtype in (x.dtype, torch.bfloat16)
     x = x if x.stride(2) == 1 else x.contiguous()
     weight = weight.contiguous()
     num_tokens, num_heads, num_inputs = x.shape
     output = x.new_empty((num_tokens, num_heads, weight.shape[2]))
     _library().manta_head_products(
         DTYPES[x.dtype],
+        DTYPES[weight.dtype],
         x.data_ptr(),
         weight.data_ptr(),
         output.data_ptr(),

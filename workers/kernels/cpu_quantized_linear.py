@@ -143,7 +143,7 @@ class PackedQuantizedLinear:
         if self._state is None:  # callers keep its address
             pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order), _address(self._codebook)
             self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
-        return native_of(self._library, "manta_run_quantized_linear", self._state)
+        return native_of(self._library, "quantized_linear", self._state)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

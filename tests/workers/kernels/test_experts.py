@@ -9,6 +9,7 @@ from manta.workers.kernels import cpu_experts
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.weights import GatedMlpWeights, LinearWeight
 from manta.workers.platforms.cpu_linears import make_linear
+from tests.workers.cpu_forms import QUANTIZED_CASES, in_form, threads
 
 HIDDEN, INNER, NUM_EXPERTS, NUM_CHOSEN = 96, 48, 7, 3
 FORMATS = [
@@ -44,7 +45,7 @@ def choices(num_rows: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS)
-@pytest.mark.parametrize("num_rows", [1, 2, 33])
+@pytest.mark.parametrize("num_rows", [1, 2, 33, 1100])
 def test_one_call_gives_the_bits_of_one_by_one(dtype: torch.dtype, bits: int | None, num_rows: int) -> None:
     experts = make_experts(dtype, bits)
     fused, fused_inputs = cpu_experts.fuse(experts), cpu_experts.fuse(experts, scales_inputs=True)
@@ -58,6 +59,25 @@ def test_one_call_gives_the_bits_of_one_by_one(dtype: torch.dtype, bits: int | N
         assert result.abs().max() > 0.01, kind
         result = fused_inputs.forward(x, chosen, shares)
         assert torch.equal(result, LoopedExperts(experts, scales_inputs=True).forward(x, chosen, shares)), kind
+
+
+@pytest.mark.parametrize("form", QUANTIZED_CASES)
+def test_every_form_and_number_of_threads_gives_the_bits_of_one_by_one(form: str) -> None:
+    """With 1 to 33 rows an expert: each way in which few rows are multiplied, and whole linears."""
+    x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(2))
+    shares = torch.rand(33, NUM_CHOSEN, generator=torch.Generator().manual_seed(3))
+    with in_form(form):
+        for dtype, bits in ((torch.float32, None), (torch.bfloat16, None), (torch.float32, 8), (torch.bfloat16, 4)):
+            experts = make_experts(dtype, bits)
+            fused = cpu_experts.fuse(experts)
+            assert fused is not None
+            for num_rows in (1, 2, 3, 5, 9, 14, 33):
+                chosen = choices(num_rows)["drawn"]
+                inputs = x[:num_rows].to(dtype), chosen, shares[:num_rows]
+                expected = LoopedExperts(experts).forward(*inputs)
+                for num_threads in (1, 3):
+                    with threads(num_threads):
+                        assert torch.equal(fused.forward(*inputs), expected), (dtype, bits, num_rows, num_threads)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS[:3])
@@ -74,6 +94,7 @@ def test_a_number_of_no_expert_adds_nothing(dtype: torch.dtype, bits: int | None
                 pytest.skip("no kernels on this machine")
             found = first.forward(x, chosen, shares) + second.forward(x, chosen - 3, shares)
             torch.testing.assert_close(found, expected, msg=kind)
+            assert first.forward(x[:0], chosen[:0], shares[:0]).shape == (0, HIDDEN)
             nothing = first.forward(x, torch.full_like(chosen, -1), shares)
             assert torch.equal(nothing, torch.zeros_like(nothing))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+import sys
+
 import pytest
 import torch
 
-from manta.workers.kernels import cpu_linear
+from manta.workers.kernels import cpu_linear, cpu_quantized_linear
 from manta.workers.kernels.kept_memory import SMALL_BYTES, KeptMemory
+from manta.workers.kernels.rounding import round_weight
 
 ROWS = SMALL_BYTES // 4 // 1024
 
@@ -33,3 +37,22 @@ def test_a_linear_keeps_its_earlier_results() -> None:
     alone = [linear.forward(x).clone() for x in inputs]
     together = [linear.forward(x) for x in inputs]
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the memory in use")
+def test_a_small_call_gives_back_what_a_large_one_needed() -> None:
+    """A prefill of many tokens leaves no memory to the steps after it."""
+    in_features, num_rows = 128, 300_000
+    linear = cpu_quantized_linear.pack(round_weight(torch.randn(32, in_features), 8), None, torch.bfloat16)
+    if linear is None:
+        pytest.skip("no C++ compiler")
+    x = torch.zeros(num_rows, in_features, dtype=torch.bfloat16)
+    y = linear.forward(x)
+    with_scratch = _resident_bytes()
+    linear.forward(x[:1])
+    assert with_scratch - _resident_bytes() > 0.8 * num_rows * in_features
+    assert y.shape == (num_rows, 32)
+
+
+def _resident_bytes() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -10,7 +10,7 @@ import torch
 
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.expert_routing import run_experts
-from manta.workers.kernels import cpu, cpu_experts, expert_choice
+from manta.workers.kernels import cpu, cpu_experts, cpu_products, expert_choice
 from manta.workers.kernels.cpu_exact import ExactLinear
 from manta.workers.kernels.weights import ExpertsWeights, GatedMlpWeights, LinearWeight
 from manta.workers.models.model_config import ExpertsConfig
@@ -66,9 +66,10 @@ def mixture(
     experts = [mlp(seed, INNER, dtype, bits, activation, limit) for seed in range(NUM_EXPERTS)]
     fused = cpu_experts.fuse(experts, config.scales_inputs)
     assert fused is not None
+    router = numbers(50, NUM_EXPERTS, HIDDEN) / HIDDEN**0.5
     return ExpertsWeights(
         config,
-        ExactLinear(numbers(50, NUM_EXPERTS, HIDDEN) / HIDDEN**0.5, numbers(51, NUM_EXPERTS)),
+        ExactLinear(router.to(dtype).float(), numbers(51, NUM_EXPERTS)),
         fused,
         None,
         numbers(52, NUM_EXPERTS) * 0.1 if config.scores != "softmax" else None,
@@ -95,6 +96,15 @@ def test_one_call_gives_the_bits_of_its_parts(router: str, dtype: torch.dtype, b
     for num_rows in (1, 5, 70):
         x = numbers(num_rows, num_rows, HIDDEN).to(dtype)
         assert torch.equal(in_one_call(weights, x), run_experts(weights, x, cpu)), num_rows
+
+
+def test_a_router_whose_weight_is_exact_in_bfloat16_is_kept_so() -> None:
+    weight, x = numbers(50, NUM_EXPERTS, HIDDEN).bfloat16(), numbers(1, 9, HIDDEN)
+    router = ExactLinear(weight.float())
+    assert router.weight.dtype == torch.bfloat16
+    wide = weight.float().T.contiguous().unsqueeze(0)
+    assert torch.equal(router.forward(x), cpu_products.head_products(x.unsqueeze(1), wide).squeeze(1))
+    assert ExactLinear(weight.float() + 2**-20).weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("activation", "limit"), [("clamped", 0), ("gelu", 0), ("gelu_tanh", 0), ("silu", 0.5)])

@@ -5,18 +5,20 @@
 
 extern "C" {
 
-// `HeadProducts` explains the arguments; `dtype` is 0 for float32 and 1 for bfloat16
+// `HeadProducts` explains the arguments; `dtype`, of x and the output, and `weight_dtype` are 0 for float32 and 1 for
+// bfloat16. A weight of float32 has no x of bfloat16
 void manta_head_products(
-    int dtype, const void* x, const void* weight, void* output, int rows, int heads, int inputs, int outputs,
+    int dtype, int weight_dtype, const void* x, const void* weight, void* output, int rows, int heads, int inputs, int outputs,
     int row_stride, int head_stride
 ) {
-    const auto run = [&](auto element) {
+    const auto run = [&](auto element, auto weight_element) {
         using T = decltype(element);
-        const HeadProducts<T, T, T> products = {
-            (const T*)x, (const T*)weight, (T*)output, rows, heads, inputs, outputs, row_stride, head_stride};
+        using W = decltype(weight_element);
+        const HeadProducts<T, W, T> products = {
+            (const T*)x, (const W*)weight, (T*)output, rows, heads, inputs, outputs, row_stride, head_stride};
         products.multiply_all();
     };
-    dtype == 1 ? run(bf16{}) : run(float{});
+    dtype == 1 ? run(bf16{}, bf16{}) : weight_dtype == 1 ? run(float{}, bf16{}) : run(float{}, float{});
 }
 
 // log(1 + x) for x >= 0

@@ -17,6 +17,15 @@ struct Gate {
     float limit;
 };
 
+// Numbers [first, last) of one row.
+template <class T>
+void gate_part(const Gate& gate, const T* gate_up, T* output, int first, int last, int intermediate) {
+    for (int i = first; i < last; i += LANES) {
+        const Floats value = load_upto(gate_up + i, last - i), up = load_upto(gate_up + intermediate + i, last - i);
+        store_rounded_upto(output + i, let_through(gate.kind, gate.limit, value, up), last - i);
+    }
+}
+
 template <class T>
 void gate_all(const Gate& gate, const T* gate_up, T* output, int rows, int intermediate) {
     constexpr int CHUNK = 1024;
@@ -25,18 +34,14 @@ void gate_all(const Gate& gate, const T* gate_up, T* output, int rows, int inter
         const int64_t row = piece / chunks;
         const int first = int(piece % chunks) * CHUNK;
         const int last = std::min(first + CHUNK, intermediate);
-        const T* gates = gate_up + row * 2 * intermediate;
-        for (int i = first; i < last; i += LANES) {
-            const Floats value = load_upto(gates + i, last - i);
-            const Floats up = load_upto(gates + intermediate + i, last - i);
-            store_rounded_upto(output + row * intermediate + i, let_through(gate.kind, gate.limit, value, up), last - i);
-        }
+        gate_part(gate, gate_up + row * 2 * intermediate, output + row * intermediate, first, last, intermediate);
     });
 }
 
 // Mirrors _GatedLinear of cpu_gates.py
 struct GatedLinear {
     const Linear* linear;  // to twice the width
+    const LinearParts* parts;  // of the linear, or null
     int dtype, width, in_features, kind;
     int is_whole;  // the linear needs all rows of a call together, because they differ by sequence
     float limit;
@@ -53,7 +58,48 @@ void run(const GatedLinear& gated, const T* x, T* y, int num_rows) {
     }
 }
 
+// ---- the pieces of the work (native_linear.h)
+
+const GatedLinear& of(const void* self) {
+    return *(const GatedLinear*)self;
+}
+
+int64_t prepared_bytes(const void* self, int num_rows) {
+    return of(self).parts->prepared_bytes(of(self).linear->self, num_rows);
+}
+
+void prepare(const void* self, const void* x, void* prepared, int row, int num_rows) {
+    of(self).parts->prepare(of(self).linear->self, x, prepared, row, num_rows);
+}
+
+int num_panels(const void* self) {
+    return of(self).parts->num_panels(of(self).linear->self);
+}
+
+void multiply(const void* self, const void* prepared, void* products, int num_rows, int panel) {
+    of(self).parts->multiply(of(self).linear->self, prepared, products, num_rows, panel);
+}
+
+void fetch(const void* self, int panel) {
+    of(self).parts->fetch(of(self).linear->self, panel);
+}
+
+void finish(const void* self, const void* products, void* y) {
+    const GatedLinear& gated = of(self);
+    if (gated.dtype == 1)
+        gate_part({gated.kind, gated.limit}, (const bf16*)products, (bf16*)y, 0, gated.width, gated.width);
+    else
+        gate_part({gated.kind, gated.limit}, (const float*)products, (float*)y, 0, gated.width, gated.width);
+}
+
+int most_rows(const void* self) {
+    return of(self).parts->most_rows(of(self).linear->self);
+}
+
 }  // namespace
+
+extern "C" const LinearParts manta_gated_linear_parts = {
+    prepared_bytes, prepare, num_panels, multiply, fetch, finish, most_rows};
 
 extern "C" {
 

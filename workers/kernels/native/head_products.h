@@ -12,6 +12,7 @@ template <class X, class W, class Y>
 struct HeadProducts {
     static constexpr int ROWS = 4;     // rows that a unit of work multiplies by what it reads of a weight
     static constexpr int VECTORS = 4;  // vectors of outputs of a unit
+    static constexpr int AHEAD = 16;   // inputs from the weights in use to those that are fetched
     static constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 
     const X* x;       // [rows][heads][inputs], with these strides of rows and heads
@@ -45,7 +46,10 @@ struct HeadProducts {
         Floats sums[COUNT][WIDTH] = {};
         for (int i = 0; i < inputs; i++, columns_of += outputs) {
             Floats columns[WIDTH];
-            for (int v = 0; v < WIDTH; v++) columns[v] = load_upto(columns_of + v * LANES, left - v * LANES);
+            for (int v = 0; v < WIDTH; v++) {
+                columns[v] = load_upto(columns_of + v * LANES, left - v * LANES);
+                if (v * LANES * sizeof(W) % 64 == 0) __builtin_prefetch(columns_of + AHEAD * outputs + v * LANES, 0, 2);
+            }
             for (int row = 0; row < COUNT; row++) {
                 const Floats value = splat(to_float(from[int64_t(row) * row_stride + i]));
                 for (int v = 0; v < WIDTH; v++) sums[row][v] = add_product_exactly(sums[row][v], value, columns[v]);

@@ -2,6 +2,7 @@
 #include "linear.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
+#include "native_linear.h"
 #include "strip_packing.h"
 
 constexpr int FEW_ROWS_OF_TILES = 3;  // from so many rows on, a tile, however empty, beats dot products
@@ -86,16 +87,77 @@ struct PackedLinear {
     int dtype, in_features, out_features, gate;
 };
 
+static int padded_features(const PackedLinear& l) {
+    return (l.in_features + STEP - 1) / STEP * STEP;
+}
+
+template <class T>
+static VectorProduct<T> product_of(const PackedLinear& l, void* y, int num_rows) {
+    const int padded = padded_features(l);
+    Product<T> product{nullptr, (const T*)l.packed, (const T*)l.bias, (T*)y, num_rows, padded, l.out_features, l.gate};
+    const int64_t chunks = (int64_t)(l.out_features + PANEL - 1) / PANEL * 2 * (padded / STEP);
+    if (l.exceptions) product.lossless = Lossless(l.packed, l.exceptions, chunks);
+    return VectorProduct<T>(product);
+}
+
 template <class T>
 static void linear(const PackedLinear& l, const void* from, void* y, int num_rows, const float* const* addends) {
-    const int padded = (l.in_features + STEP - 1) / STEP * STEP;
-    const T* x = (const T*)from;
-    if (padded != l.in_features) x = padded_rows(x, num_rows, l.in_features, padded);
-    const int64_t chunks = (int64_t)(l.out_features + PANEL - 1) / PANEL * 2 * (padded / STEP);
-    const Lossless lossless(l.packed, l.exceptions, chunks);
-    multiply(Product<T>{x, (const T*)l.packed, (const T*)l.bias, (T*)y, num_rows, padded, l.out_features, l.gate, addends,
-                        l.exceptions ? &lossless : nullptr});
+    Product<T> product = product_of<T>(l, y, num_rows);
+    product.x = (const T*)from, product.addends = addends;
+    if (product.in_features != l.in_features)
+        product.x = padded_rows(product.x, num_rows, l.in_features, product.in_features);
+    multiply(product);
 }
+
+// Calls body(product) with a product of the linear's dtype.
+template <class Body>
+static auto with_product(const void* self, void* y, int num_rows, const Body& body) {
+    const PackedLinear& l = *(const PackedLinear*)self;
+    return l.dtype == 0 ? body(product_of<float>(l, y, num_rows)) : body(product_of<bf16>(l, y, num_rows));
+}
+
+// ---- the pieces of the work (native_linear.h)
+
+static int64_t prepared_bytes(const void* self, int num_rows) {
+    return with_product(self, nullptr, num_rows, [&](const auto& product) {
+        using Input = typename std::decay_t<decltype(product)>::Input;
+        return (int64_t)((num_rows * product.few_rows_stride() * sizeof(Input) + 63) / 64 * 64);
+    });
+}
+
+static void prepare(const void* self, const void* x, void* prepared, int row, int num_rows) {
+    const int in_features = ((const PackedLinear*)self)->in_features;
+    with_product(self, nullptr, num_rows, [&](const auto& product) { product.prepare(x, in_features, prepared, row); });
+}
+
+static int num_panels(const void* self) {
+    return (((const PackedLinear*)self)->out_features + PANEL - 1) / PANEL;
+}
+
+static void multiply(const void* self, const void* prepared, void* products, int num_rows, int panel) {
+    with_product(self, products, num_rows, [&](const auto& product) {
+        using Input = typename std::decay_t<decltype(product)>::Input;
+        product.few_rows_times_panel((const Input*)prepared, panel);
+    });
+}
+
+static void fetch(const void* self, int panel) {
+    with_product(self, nullptr, 0, [&](const auto& product) {
+        const int64_t bytes = AHEAD_OF_ROWS * product.bytes_of_two() / 2;
+        for (int strip = 2 * panel; strip < 2 * panel + 2; strip++)
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(product.stored(strip, 0) + at, 0, 2);
+    });
+}
+
+static int most_rows(const void* self) {
+#if MANTA_AMX
+    if (((const PackedLinear*)self)->dtype == 1 && tiles_granted()) return FEW_ROWS_OF_TILES - 1;
+#endif
+    return with_product(self, nullptr, 0, [](const auto& product) { return product.most_few_rows(); });
+}
+
+extern "C" const LinearParts manta_packed_linear_parts = {
+    prepared_bytes, prepare, num_panels, multiply, fetch, nullptr, most_rows};
 
 extern "C" int manta_linear_layout(int which) {
     return which == 0 ? (int)sizeof(PackedLinear) : which == 1 ? PANEL : which == 2 ? STEP : STRIP / 2;

@@ -41,13 +41,15 @@ static inline void ask_for_huge_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// Memory [count] that a thread keeps for its next call, on huge pages if the system grants them; one for each USE.
+// Memory [count] that a thread keeps for its next call, on huge pages if the system grants them; one for each USE. What a
+// large call needed is given back once a call needs less than a sixteenth, so that no prefill's memory stays.
 template <typename T, int USE = 0>
 static inline T* of_thread(int64_t count) {
     static thread_local std::unique_ptr<void, decltype(&free)> memory(nullptr, free);
     static thread_local int64_t size = 0;
-    const int64_t wanted = (count * (int64_t)sizeof(T) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-    if (size < wanted) {
+    const int64_t bytes = std::max<int64_t>(1, count * sizeof(T)), wanted = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (size < wanted || size > 16 * wanted) {
+        memory.reset();
         memory.reset(aligned_alloc(HUGE_PAGE, wanted));
         ask_for_huge_pages(memory.get(), wanted);
         size = wanted;
@@ -66,7 +68,7 @@ struct Product {
     int num_rows, in_features, out_features;
     int gate;  // of simd.h: a strip holds 16 outputs of `gate`, then the 16 of `up`; y is half as wide as the sums
     const float* const* addends = nullptr;  // of each row, in the order of packing, or null: added to the sums
-    const Lossless* lossless = nullptr;     // the weights, if they are not at `packed`
+    Lossless lossless = {};  // the weights, if they do not lie as themselves at `packed`
 
     const T* panel(int p) const { return packed + p * panel_size(in_features); }
     const T* strip(int s) const { return packed + (int64_t)s * in_features * STRIP; }
@@ -77,7 +79,7 @@ struct Product {
         if constexpr (PAIR == 2)
             if (lossless) {
                 const int64_t first = ((int64_t)s * in_features + k) / STEP;
-                lossless->decode(first, first + count / STEP, room, fetches);
+                lossless.decode(first, first + count / STEP, room, fetches);
                 return room;
             }
         return strip(s) + (int64_t)k * STRIP;
@@ -85,7 +87,7 @@ struct Product {
 
     // Where the weights of a strip lie in memory from input k on, and the bytes of two of them.
     const char* stored(int s, int k) const {
-        if (lossless) return (const char*)lossless->codes + ((int64_t)s * in_features + k) / STEP * LOSSLESS_BYTES;
+        if (lossless) return (const char*)lossless.codes + ((int64_t)s * in_features + k) / STEP * LOSSLESS_BYTES;
         return (const char*)(strip(s) + (int64_t)k * STRIP);
     }
     int bytes_of_two() const { return lossless ? 3 : 2 * (int)sizeof(T); }

@@ -24,6 +24,7 @@ constexpr bool DECODES_IN_REGISTERS = false;
 constexpr int ACCUMULATORS = TILE_ROWS == 8 ? 24 : 12;  // vectors of sums: three quarters of the registers
 constexpr int FEW_ROWS = 6;  // most rows of a block whose weights go from memory straight into registers
 constexpr int FEW_CHUNK = 128;  // inputs; with twice as many, fetched weights evict those in use from the cache
+constexpr int64_t AHEAD_OF_ROWS = 64 * STEP;  // elements of a strip from those in use to those that are fetched
 constexpr int MAX_FEW_ROWS = 12;  // with more rows, weights are widened once for all of them
 constexpr int64_t CHUNK_BYTES = 16 << 10;  // of widened weights, which stay in the first-level cache
 constexpr int64_t BLOCK_BYTES_OF_ROWS = 512 << 10;  // of a block of rows, which stays in a near cache for all strips
@@ -183,7 +184,7 @@ struct VectorProduct : Product<T> {
     // add(weights_of), where weights_of(s, i, weights) gives group i of a chunk of each of STRIPS strips, from input k on.
     template <int STRIPS, class Add>
     MANTA_INLINE void add_chunk(int strip, int k, const Add& add) const {
-        const Lossless& from = *this->lossless;
+        const Lossless& from = this->lossless;
         int64_t chunks[STRIPS];
         bool is_plain = true;
         for (int s = 0; s < STRIPS; s++) {
@@ -213,35 +214,51 @@ struct VectorProduct : Product<T> {
     int first_row(int block, int blocks) const { return (int64_t)num_rows * block / blocks; }
 
     void by_rows(Share share) const {
-        const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
-        int64_t stride = in_features;
         const Input* rows = nullptr;
         while (share.take(1)) {
-            if (!rows) rows = inputs(0, num_rows, stride);
-            for (int b = 0; b < blocks; b++) {
-                const int row = first_row(b, blocks), end = first_row(b + 1, blocks);
-                // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
-                // after the last panel does no harm.
-                const int64_t ahead = b == 0 ? 64 * STEP : b == blocks - 1 ? panel_size(in_features) : 0;
-                with_constant<FEW_ROWS>(end - row, [&](auto count) {
+            if (!rows) rows = inputs(0, num_rows);
+            few_rows_times_panel(rows, share.first);
+        }
+    }
+
+    // All rows, which are in the form in which they are multiplied, `few_rows_stride` apart.
+    void few_rows_times_panel(const Input* rows, int panel) const {
+        const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
+        const int64_t stride = few_rows_stride();
+        for (int b = 0; b < blocks; b++) {
+            const int row = first_row(b, blocks), end = first_row(b + 1, blocks);
+            // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
+            // after the last panel does no harm.
+            const int64_t ahead = b == 0 ? AHEAD_OF_ROWS : b == blocks - 1 ? panel_size(in_features) : 0;
+            with_constant<FEW_ROWS>(end - row, [&](auto count) {
 #if MANTA_DECODES_IN_REGISTERS
-                    if constexpr (PAIRS)
-                        if (this->lossless)
-                            return rows_times_lossless_panel<count>(rows + row * stride, stride, row, share.first);
+                if constexpr (PAIRS)
+                    if (this->lossless) return rows_times_lossless_panel<count>(rows + row * stride, stride, row, panel);
 #endif
-                    rows_times_panel<count>(rows + row * stride, stride, row, share.first, ahead);
-                });
-            }
+                rows_times_panel<count>(rows + row * stride, stride, row, panel, ahead);
+            });
+        }
+    }
+
+    int64_t few_rows_stride() const { return std::is_same_v<Input, T> ? in_features : padded_stride(); }
+
+    // Writes x [count] to row `row` of `to`, in the form in which few rows are multiplied, padded with zeros.
+    void prepare(const void* x, int count, void* to, int row) const {
+        Input* const inputs = (Input*)to + row * few_rows_stride();
+        if constexpr (std::is_same_v<Input, T>) {
+            memcpy(inputs, x, count * sizeof(T));
+            std::fill(inputs + count, inputs + in_features, T{});
+        } else {
+            for (int k = 0; k < in_features; k += LANES) store(inputs + k, load_upto((const T*)x + k, count - k));
         }
     }
 
     // Rows [first, last) in the form in which they are multiplied: in place if nothing must be widened.
-    const Input* inputs(int first, int last, int64_t& stride) const {
+    const Input* inputs(int first, int last) const {
         if constexpr (std::is_same_v<Input, T>) {
-            stride = in_features;
             return this->input(first);
         } else {
-            stride = padded_stride();
+            const int64_t stride = padded_stride();
             Input* const to = of_thread<Input>((last - first) * stride);
             copy_rows(first, last, to, stride);
             return to;

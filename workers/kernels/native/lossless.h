@@ -22,16 +22,19 @@ constexpr int LEAST_BASE = 15, MOST_BASE = 254;             // infinities and Na
 
 // The weights of a linear, [chunks of all strips].
 struct Lossless {
-    const uint8_t* codes;        // [chunks][LOSSLESS_BYTES]
-    const uint8_t* bases;        // [chunks]
-    const uint32_t* starts;      // [chunks + 1]: the first exception of each
-    const uint32_t* exceptions;  // the place in the chunk, and in the lower half the weight
+    const uint8_t* codes = nullptr;        // [chunks][LOSSLESS_BYTES]
+    const uint8_t* bases = nullptr;        // [chunks]
+    const uint32_t* starts = nullptr;      // [chunks + 1]: the first exception of each
+    const uint32_t* exceptions = nullptr;  // the place in the chunk, and in the lower half the weight
+
+    explicit operator bool() const { return codes != nullptr; }
 
     static int64_t bytes(int64_t chunks) {
         return chunks * LOSSLESS_BYTES + padded(chunks) + (chunks + 1) * sizeof(uint32_t);
     }
     static int64_t padded(int64_t chunks) { return (chunks + 63) / 64 * 64; }
 
+    Lossless() = default;
     Lossless(const void* packed, const void* exceptions, int64_t chunks)
         : codes((const uint8_t*)packed),
           bases(codes + chunks * LOSSLESS_BYTES),

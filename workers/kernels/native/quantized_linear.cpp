@@ -2,6 +2,7 @@
 // by cpu_quantized_linear.py.
 #include <atomic>
 
+#include "native_linear.h"
 #include "quantized_linear.h"
 #include "quantized_tiles.h"
 
@@ -84,18 +85,27 @@ void pack_panel(const WeightLayout& layout, const int8_t* values, const float* s
     }
 }
 
+// The room of rounded rows in one piece of memory
+int64_t bytes_of_rows(const Groups& groups, int num_rows) {
+    const int64_t count = (int64_t)num_rows * groups.groups;
+    return ((count + SPARE_ROWS) * groups.padded + 3 * count * sizeof(float) + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+}
+
+QuantizedRows rows_in(void* memory, const Groups& groups, int num_rows) {
+    const int64_t count = (int64_t)num_rows * groups.groups;
+    int8_t* const values = (int8_t*)memory;
+    float* const floats = (float*)(values + (count + SPARE_ROWS) * groups.padded);
+    return {num_rows, values, floats, (int32_t*)floats + count, floats + 2 * count};
+}
+
+// Row `row` of all, from x [in_features].
 template <class T>
-void quantize_rows(const QuantizedLinear& linear, const T* x, const Groups& groups, const QuantizedRows& to) {
-    const int in_features = linear.in_features;
-    const bool serial = (int64_t)to.num_rows * in_features < SERIAL_INPUTS;
-    parallel_for(to.num_rows, serial, [&](int64_t row) {
-        const T* const from = x + row * in_features;
-        if (!linear.input_order) return quantize_row(from, groups, linear.one_input_scale, to, row);
-        const int64_t* const order = (const int64_t*)linear.input_order;
-        T* const ordered = of_thread<T, 2>(in_features);
-        for (int i = 0; i < in_features; i++) ordered[i] = from[order[i]];
-        quantize_row(ordered, groups, linear.one_input_scale, to, row);
-    });
+void quantize_row_of(const QuantizedLinear& linear, const T* x, const Groups& groups, const QuantizedRows& to, int row) {
+    if (!linear.input_order) return quantize_row(x, groups, linear.one_input_scale, to, row);
+    const int64_t* const order = (const int64_t*)linear.input_order;
+    T* const ordered = of_thread<T, 2>(linear.in_features);
+    for (int i = 0; i < linear.in_features; i++) ordered[i] = x[order[i]];
+    quantize_row(ordered, groups, linear.one_input_scale, to, row);
 }
 
 #if MANTA_AMX
@@ -120,15 +130,20 @@ void multiply_by_tiles(const QuantizedProduct<T>& product, int threads, Shares& 
 #endif
 
 template <class T>
+QuantizedProduct<T> product_of(const QuantizedLinear& linear, const WeightLayout& layout, T* y, const QuantizedRows& rows,
+                               const float* const* addends = nullptr) {
+    return {layout, (const char*)linear.packed, (const T*)linear.bias, y, rows, linear.gated != 0, addends};
+}
+
+template <class T>
 void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows, const float* const* addends = nullptr) {
     const WeightLayout layout = linear.layout();
-    const int64_t count = (int64_t)num_rows * layout.groups.groups;
-    float* const floats = of_thread<float, 3>(3 * count);
-    const QuantizedRows rows{num_rows, of_thread<int8_t, 4>((count + SPARE_ROWS) * layout.groups.padded), floats,
-                             (int32_t*)floats + count, floats + 2 * count};
-    quantize_rows(linear, x, layout.groups, rows);
-    const QuantizedProduct<T> product{layout, (const char*)linear.packed, (const T*)linear.bias, y, rows,
-                                      linear.gated != 0, addends};
+    void* const memory = of_thread<char, 4>(bytes_of_rows(layout.groups, num_rows));
+    const QuantizedRows rows = rows_in(memory, layout.groups, num_rows);
+    parallel_for(num_rows, (int64_t)num_rows * linear.in_features < SERIAL_INPUTS, [&](int64_t row) {
+        quantize_row_of(linear, x + row * linear.in_features, layout.groups, rows, int(row));
+    });
+    const auto product = product_of(linear, layout, y, rows, addends);
     const bool serial = (int64_t)num_rows * linear.in_features * linear.out_features < SERIAL_PRODUCTS;
     const int threads = serial ? 1 : max_threads();
     Shares shares(layout.panels(), threads);
@@ -142,7 +157,55 @@ void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows, const fl
     });
 }
 
+// ---- the pieces of the work (native_linear.h)
+
+int64_t prepared_bytes(const void* self, int num_rows) {
+    return bytes_of_rows(((const QuantizedLinear*)self)->layout().groups, num_rows);
+}
+
+void prepare(const void* self, const void* x, void* prepared, int row, int num_rows) {
+    const QuantizedLinear& l = *(const QuantizedLinear*)self;
+    const Groups groups = l.layout().groups;
+    const QuantizedRows rows = rows_in(prepared, groups, num_rows);
+    if (l.dtype == 0)
+        quantize_row_of(l, (const float*)x, groups, rows, row);
+    else
+        quantize_row_of(l, (const bf16*)x, groups, rows, row);
+}
+
+int num_panels(const void* self) {
+    return ((const QuantizedLinear*)self)->layout().panels();
+}
+
+void multiply(const void* self, const void* prepared, void* products, int num_rows, int panel) {
+    const QuantizedLinear& l = *(const QuantizedLinear*)self;
+    const WeightLayout layout = l.layout();
+    const QuantizedRows rows = rows_in((void*)prepared, layout.groups, num_rows);
+    if (l.dtype == 0)
+        product_of(l, layout, (float*)products, rows).multiply_panel(panel);
+    else
+        product_of(l, layout, (bf16*)products, rows).multiply_panel(panel);
+}
+
+void fetch(const void* self, int panel) {
+    const QuantizedLinear& l = *(const QuantizedLinear*)self;
+    const int64_t bytes = l.layout().panel_bytes();
+    const char* const begin = (const char*)l.packed + panel * bytes;
+    for (int64_t at = 0; at < std::min(bytes, AHEAD_BYTES); at += LINE_BYTES)
+        __builtin_prefetch(begin + at, 0, INTO_SECOND);
+}
+
+int most_rows(const void*) {
+#if MANTA_AMX
+    if (tiles_granted()) return LEAST_ROWS_OF_TILES - 1;
+#endif
+    return BLOCK_ROWS;
+}
+
 }  // namespace
+
+extern "C" const LinearParts manta_quantized_linear_parts = {
+    prepared_bytes, prepare, num_panels, multiply, fetch, nullptr, most_rows};
 
 // [0]: the size of a QuantizedLinear
 extern "C" int manta_quantized_layout(int which) {

@@ -278,12 +278,22 @@ struct QuantizedProduct {
             }
     }
 
-    // All groups of a few rows, whose float sums stay in registers between groups: 1.5 times as fast as `pass` with one
-    // row and 4 bits in groups of 32, and 1.1 times with 8 bits in groups of 128, on one thread in the cache.
+    // All groups of a few rows: 1.5 times as fast as `pass` with one row and 4 bits in groups of 32, and 1.1 times with 8
+    // bits in groups of 128, on one thread in the cache. Of one or two rows the float sums stay in registers between
+    // groups, of more rows in `to`.
     template <Kind KIND, int ROWS>
     __attribute__((noinline)) void pass_all_groups(int panel, const char* weights, float* to) const {
         constexpr int V = PANEL / LANES;
+        constexpr bool IN_REGISTERS = ROWS <= MOST_ROWS_IN_REGISTERS;
         Floats totals[ROWS][V] = {};
+        if (!IN_REGISTERS) std::fill_n(to, ROWS * PANEL, 0.0f);
+        const auto add = [&](int i, int c, Floats value) __attribute__((always_inline)) {
+            float* const at = to + i * PANEL + c * LANES;
+            if (IN_REGISTERS)
+                totals[i][c] += value;
+            else
+                store(at, load(at) + value);
+        };
         const int num_groups = layout.groups.groups;
         const bool has_half_scales = layout.has_half_scales, has_offsets = layout.has_offsets;
         const Ints table = dot_table<KIND>();
@@ -301,38 +311,41 @@ struct QuantizedProduct {
             MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats scales = load_scales(has_half_scales, of_group, c * LANES);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
-                    totals[i][c] += product(product(to_floats(sums[i][c]), scales), splat(rows.scales[at + i]));
+                    add(i, c, product(product(to_floats(sums[i][c]), scales), splat(rows.scales[at + i])));
             }
             if (!has_offsets) continue;
             MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats offsets = load_scales(has_half_scales, of_group + layout.scale_bytes(), c * LANES);
-                MANTA_UNROLL for (int i = 0; i < ROWS; i++)
-                    totals[i][c] += product(offsets, splat(rows.sums[at + i]));
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++) add(i, c, product(offsets, splat(rows.sums[at + i])));
             }
         }
+        if (!IN_REGISTERS) return;
         MANTA_UNROLL for (int i = 0; i < ROWS; i++)
             MANTA_UNROLL for (int c = 0; c < V; c++) store(to + i * PANEL + c * LANES, totals[i][c]);
     }
 
-    static constexpr int MOST_FEW_ROWS = vectors_of(2) * LANES == PANEL ? 2 : 1;
+    static constexpr int MOST_ROWS_IN_REGISTERS = vectors_of(2) * LANES == PANEL ? 2 : 1;
+    // Of 8 bits, more rows share out what they fetch.
+    static constexpr int MOST_FEW_ROWS = MOST_ROWS_IN_REGISTERS;
+    static constexpr int MOST_FEW_NIBBLE_ROWS = LEAST_VECTORS * LANES == PANEL ? MOST_ROWS : MOST_ROWS_IN_REGISTERS;
 
     // Whether `pass_all_groups` takes these rows.
     bool are_few() const {
         constexpr bool IS_ONE_PASS = vectors_of(1) * LANES == PANEL;
-        return IS_ONE_PASS && rows.num_rows <= MOST_FEW_ROWS && layout.groups.padded <= CHUNK_INPUTS;
+        const int most = layout.bits == 8 ? MOST_FEW_ROWS : MOST_FEW_NIBBLE_ROWS;
+        return IS_ONE_PASS && rows.num_rows <= most && layout.groups.padded <= CHUNK_INPUTS;
     }
 
-    template <Kind KIND>
+    template <Kind KIND, int MOST>
     void pass_few_rows(int panel, const char* weights, float* sums) const {
-        rows.num_rows == 1 ? pass_all_groups<KIND, 1>(panel, weights, sums)
-                           : pass_all_groups<KIND, MOST_FEW_ROWS>(panel, weights, sums);
+        with_constant<MOST>(rows.num_rows, [&](auto count) { pass_all_groups<KIND, count>(panel, weights, sums); });
     }
 
     void multiply_few_rows(int panel, const char* weights) const {
-        alignas(64) float sums[2 * PANEL];
-        layout.bits == 8 ? pass_few_rows<BYTES>(panel, weights, sums)
-        : layout.codebook ? pass_few_rows<CODES>(panel, weights, sums)
-                          : pass_few_rows<NIBBLES>(panel, weights, sums);
+        alignas(64) float sums[MOST_FEW_NIBBLE_ROWS * PANEL];
+        layout.bits == 8 ? pass_few_rows<BYTES, MOST_FEW_ROWS>(panel, weights, sums)
+        : layout.codebook ? pass_few_rows<CODES, MOST_FEW_NIBBLE_ROWS>(panel, weights, sums)
+                          : pass_few_rows<NIBBLES, MOST_FEW_NIBBLE_ROWS>(panel, weights, sums);
         for (int row = 0; row < rows.num_rows; row++) write(row, panel, sums + row * PANEL);
     }
 
