@@ -22,8 +22,8 @@ all, leaving costs less than a restart.
 """
 
 SHORT_CONTEXT = 2048
-"""Tokens of context up to which attention takes a small part of a step. Steps over shorter contexts count as over this
-one.
+"""Tokens of context, a power of two, up to which attention takes a small part of a step. Steps over shorter contexts
+count as over this one.
 """
 
 STEP_HANGS = "a step of the engine hangs: it takes far longer than those before it"
@@ -114,11 +114,11 @@ class StepDeadline:
 
 
 def _size_of(num_tokens: int, context: int) -> tuple[int, int]:
-    return _rounded_up(num_tokens), _rounded_up(max(context, SHORT_CONTEXT))
+    return _rounded_up(num_tokens), SHORT_CONTEXT if context <= SHORT_CONTEXT else _rounded_up(context)
 
 
 def _rounded_up(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
+    return 1 << (count - 1).bit_length() if count > 1 else 1
 
 
 class _StepUnderWay(NamedTuple):
