@@ -146,9 +146,13 @@ class StepInput(msgspec.Struct, array_like=True):
         return sum([item.num_tokens for item in self.scheduled])
 
     @property
-    def prefill_context(self) -> int:
-        """The longest context of a sequence that computes several tokens; 0 if none does."""
-        return max([item.start + item.num_tokens for item in self.scheduled if item.num_tokens > 1], default=0)
+    def size(self) -> tuple[int, int]:
+        """The number of tokens, and the longest context of a sequence that computes several tokens; 0 if none does."""
+        num_tokens = self.num_tokens
+        if num_tokens == len(self.scheduled):  # a token for each, which is the usual step
+            return num_tokens, 0
+        longest = max([item.start + item.num_tokens for item in self.scheduled if item.num_tokens > 1], default=0)
+        return num_tokens, longest
 
     @property
     def is_decode(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import manta.cluster.engine.engine
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.executors import deadline
-from manta.cluster.engine.executors.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes, StepWatch
+from manta.cluster.engine.executors.deadline import FACTOR, LONG_FACTOR, NUM_RECENT, StepDeadline, StepTimes, StepWatch
 from manta.cluster.engine.executors.executor import SynchronousExecutor
 from manta.cluster.engine.executors.in_process import InProcessExecutor
 from manta.cluster.engine.request import EngineRequest, FinishStatus
@@ -102,18 +102,28 @@ def test_a_deadline_follows_the_steps() -> None:
 
 
 def test_a_deadline_knows_that_a_long_context_takes_longer() -> None:
-    """A prompt whose beginning is cached goes from short contexts to a long one at once."""
-    bound = StepDeadline(StepTimes(unknown_s=600.0, first_s=60.0, shortest_s=4.0))
+    """A prompt whose beginning is cached goes from short contexts to a long one at once. A chunk over 16,384 tokens is
+    expected to take as long as one of as many tokens over 2,048, times (8192 + 16384) / (8192 + 2048).
+    """
+    bound = StepDeadline(StepTimes(unknown_s=600.0, first_s=60.0, shortest_s=4.0), even_context=8192)
     bound.learn(2048, 1.0, 1000)
     assert bound.seconds(2048, 2048) == 1.0 * FACTOR, "over short contexts attention takes a small part"
-    assert bound.seconds(2048, 16_384) == 1.0 * FACTOR * 16_384 / 2048
-    assert bound.seconds(1024, 131_072) == 600.0
+    assert bound.seconds(2048, 16_384) == pytest.approx(FACTOR + LONG_FACTOR * 1.4)
+    hangs_after_s = bound.seconds(2048, 131_072)
+    assert hangs_after_s == pytest.approx(FACTOR + LONG_FACTOR * 12.6), "which is expected to take 13.6 s"
     bound.learn(2048, 5.0, 100_000)
-    assert bound.seconds(1024, 131_072) == bound.seconds(2048, 90_000) == 5.0 * FACTOR
+    assert bound.seconds(1024, 131_072) == bound.seconds(2048, 90_000) == pytest.approx(hangs_after_s)
     assert bound.seconds(2048, 1000) == 1.0 * FACTOR
-    slow = StepDeadline(bound.times)
+    bound.learn(2048, 40.0, 100_000)
+    assert bound.seconds(2048, 100_000) == 40.0 * LONG_FACTOR, "it takes longer than expected"
+    slow = StepDeadline(bound.times, even_context=8192)
+    slow.learn(2048, 20.0, 1000)
+    assert slow.seconds(2048, 131_072) == 600.0
     slow.learn(2048, 40.0, 1000)
     assert slow.seconds(4096, 200_000) == slow.seconds(4096, 1000) == 40.0 * FACTOR * 2, "above the bound as it is"
+    windowed = StepDeadline(bound.times)
+    windowed.learn(2048, 1.0, 1000)
+    assert windowed.seconds(2048, 131_072) == 1.0 * FACTOR, "no layer sees the whole context"
 
 
 def test_a_step_that_hangs_is_late_and_then_hung(monkeypatch: pytest.MonkeyPatch) -> None:

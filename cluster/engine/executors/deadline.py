@@ -10,6 +10,10 @@ import msgspec
 
 FACTOR = 20.0
 """Multiple of the slowest recent step of about as many tokens."""
+LONG_FACTOR = 5.0
+"""Multiple of the time that a longer context is expected to add, and of what smaller steps took. It is below `FACTOR`,
+because what slows a machine down for some seconds is a small part of a step of minutes.
+"""
 NUM_RECENT = 64
 """Number of recent steps remembered for each size."""
 LATE_SHARE = 0.5
@@ -18,8 +22,8 @@ all, leaving costs less than a restart.
 """
 
 SHORT_CONTEXT = 2048
-"""Tokens of context up to which attention takes a small part of a step. Steps over shorter contexts count as over this
-one.
+"""Tokens of context, a power of two, up to which attention takes a small part of a step. Steps over shorter contexts
+count as over this one.
 """
 
 STEP_HANGS = "a step of the engine hangs: it takes far longer than those before it"
@@ -44,12 +48,18 @@ USUAL_TIMES = StepTimes()
 
 class StepDeadline:
     """Derives deadlines from recent steps, grouped by size: their number of tokens and their longest context, both
-    rounded up to a power of two.
+    rounded up to a power of two. `even_context` is `ModelInfo.even_context`.
     """
 
-    def __init__(self, times: StepTimes = USUAL_TIMES) -> None:
+    def __init__(self, times: StepTimes = USUAL_TIMES, even_context: int | None = None) -> None:
         self.times = times
+        self.even_context = even_context
         self._recent: dict[tuple[int, int], deque[float]] = {}
+        """Seconds of recent steps, by size."""
+        self._slowest: dict[tuple[int, int], float] = {}
+        """The most of them, by size."""
+        self._bounds: dict[tuple[int, int], float] = {}
+        """Deadlines by size, in seconds, which hold until a slowest step changes."""
         self._is_first = False
 
     def restart(self) -> None:
@@ -58,29 +68,57 @@ class StepDeadline:
 
     def learn(self, num_tokens: int, seconds: float, context: int = 0) -> None:
         self._is_first = False
-        size = _size(num_tokens), _size(max(context, SHORT_CONTEXT))
-        self._recent.setdefault(size, deque(maxlen=NUM_RECENT)).append(seconds)
+        size = _size_of(num_tokens, context)
+        recent = self._recent.get(size)
+        if recent is None:
+            recent = self._recent[size] = deque(maxlen=NUM_RECENT)
+            self._slowest[size] = -1.0
+        forgotten = recent[0] if len(recent) == NUM_RECENT else 0.0
+        recent.append(seconds)
+        if max(seconds, forgotten) >= self._slowest[size]:
+            self._slowest[size] = max(recent)
+            self._bounds.clear()
 
     def seconds(self, num_tokens: int, context: int = 0) -> float:
         """Returns the deadline in seconds for a step of `num_tokens`, whose longest context has `context` tokens.
 
-        Assumes that a step takes at most as long as a step of more tokens over longer contexts, at most as long for
-        each token as a smaller step, and at most as long for each token of context as one over a shorter context. A
-        prompt whose beginning is cached may go from a short context to a long one at once; for the context alone the
-        deadline does not exceed `StepTimes.unknown_s`.
+        Assumes that a step takes at most as long as a step of more tokens over longer contexts, and at most as long for
+        each token as a smaller step over as long a context. A prompt whose beginning is cached may go from a short
+        context to a long one at once. Its attention is then expected to add what `even_context` says, and may take
+        `LONG_FACTOR` times as long, but adds at most up to `StepTimes.unknown_s`.
         """
-        if not self._recent:
+        if not self._slowest:
             return self.times.unknown_s
-        size, length = _size(num_tokens), _size(max(context, SHORT_CONTEXT))
-        bounds = []
-        for (known, known_length), recent in self._recent.items():
-            bound = FACTOR * max(recent) * max(1.0, size / known)
-            bounds.append(max(bound, min(bound * length / known_length, self.times.unknown_s)))
-        return max(self.times.first_s if self._is_first else self.times.shortest_s, min(bounds))
+        size = _size_of(num_tokens, context)
+        bound = self._bounds.get(size)
+        if bound is None:
+            bound = self._bounds[size] = self._bound(*size)
+        return max(self.times.first_s if self._is_first else self.times.shortest_s, bound)
+
+    def _bound(self, size: int, length: int) -> float:
+        bounds, smaller = [], [0.0]
+        for (known, known_length), slowest in self._slowest.items():
+            expected = slowest * max(1.0, size / known)
+            added = expected * max(0.0, self._growth(known_length, length) - 1)
+            bound = FACTOR * expected
+            bounds.append(max(bound, min(bound + LONG_FACTOR * added, self.times.unknown_s)))
+            if known <= size and known_length <= length:
+                smaller.append(slowest)
+        return max(LONG_FACTOR * max(smaller), min(bounds))
+
+    def _growth(self, known_length: int, length: int) -> float:
+        """Returns how many times as long a token is expected to take over a context of `length` tokens."""
+        if self.even_context is None:
+            return 1.0
+        return (self.even_context + length) / (self.even_context + known_length)
 
 
-def _size(num_tokens: int) -> int:
-    return 1 << max(0, num_tokens - 1).bit_length()
+def _size_of(num_tokens: int, context: int) -> tuple[int, int]:
+    return _rounded_up(num_tokens), SHORT_CONTEXT if context <= SHORT_CONTEXT else _rounded_up(context)
+
+
+def _rounded_up(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count > 1 else 1
 
 
 class _StepUnderWay(NamedTuple):
@@ -93,11 +131,11 @@ class _StepUnderWay(NamedTuple):
 
 class StepWatch:
     """Watches the steps of this process, in which nothing can end a step that hangs. The thread that runs the steps
-    calls `begin`, `end` and `forget`, and any thread may ask.
+    calls `begin`, `end` and `forget`, and any thread may ask. `even_context` is `ModelInfo.even_context`.
     """
 
-    def __init__(self) -> None:
-        self.deadline = StepDeadline()
+    def __init__(self, even_context: int | None = None) -> None:
+        self.deadline = StepDeadline(even_context=even_context)
         self._under_way: deque[_StepUnderWay] = deque()
         """Steps that have begun, oldest first."""
         self._oldest: _StepUnderWay | None = None

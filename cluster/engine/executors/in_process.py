@@ -37,7 +37,7 @@ class InProcessExecutor(SynchronousExecutor):
         from manta.cluster.engine.executors.worker_factory import make_worker
 
         self.worker: RankWorker = make_worker(config)
-        self.watch = StepWatch()
+        self.watch = StepWatch(self.worker.info.even_context)
         if self.worker.runs_ahead and config.overlap != "off":
             self.depth = 1
 
@@ -52,7 +52,7 @@ class InProcessExecutor(SynchronousExecutor):
         return _DeviceCall(self)
 
     def execute(self, step: StepInput) -> None:
-        self.watch.begin(step.num_tokens, step.prefill_context)
+        self.watch.begin(*step.size)
         self.worker.execute(step)
 
     def is_computing(self) -> bool:

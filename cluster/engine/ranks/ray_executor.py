@@ -104,6 +104,7 @@ class RayExecutor(SynchronousExecutor):
         self._check_fixed_adapters()
         self._adapters: weakref.WeakValueDictionary[int, RanksAdapter] = weakref.WeakValueDictionary()
         """Adapters that these ranks have read, by number."""
+        self.deadline.even_context = self._model.even_context
         self.deadline.restart()
         self._adopted: dict[int, list[int]] = {}
         """Sequence ids with the tokens that rank 0 drew in the last step."""
@@ -141,7 +142,7 @@ class RayExecutor(SynchronousExecutor):
 
     def execute(self, step: StepInput) -> None:
         self._started = time.monotonic()
-        self._step, self._size, self._is_asked = step, (step.num_tokens, step.prefill_context), False
+        self._step, self._size, self._is_asked = step, step.size, False
         self._late_at = self._started + LATE_SHARE * self.deadline.seconds(*self._size)
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
 

@@ -122,18 +122,30 @@ def check_attention(kernels, lengths, num_heads, num_kv_heads, head_dim, block_s
 @DTYPES
 def test_a_long_prompt_in_large_tiles_has_the_bits_of_single_tokens(kernels, dtype):
     """A chunk over a long context is computed in larger tiles, whose rows end in different key blocks and splits."""
+    check_long_chunk(kernels, dtype, 1, 100, heads_of(64, 8, 16), (0, 1, 27, 28, 29, 47, 48, 99))
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [16, 60])
+def test_a_short_chunk_over_a_split_context_has_the_bits_of_single_tokens(kernels, dtype, count):
+    """A chunk of few tokens has its context split over the threads. A split begins at its token 28."""
+    check_long_chunk(kernels, dtype, 8, count, heads_of(28, 4, 16), (0, 9, 15, 27, 28, 29, 30, 59))
+
+
+def check_long_chunk(kernels, dtype, num_threads, count, heads, checked):
+    """Compares a chunk over 4,580 tokens with the reference, and the bits of some of its tokens with single steps."""
     torch.manual_seed(5)
-    context, count, heads = 4580, 100, heads_of(64, 8, 16)
-    with threads(1):
+    context, num_kv_heads = 4580, heads.num_kv_heads
+    with threads(num_threads):
         metadata, num_blocks = make_metadata([(context, count)], 16)
-        caches = random_cache(num_blocks, 16, 8, 16, dtype)
+        caches = random_cache(num_blocks, 16, num_kv_heads, 16, dtype)
         poison_unused(metadata, *caches)
-        qkv = torch.randn(count, 80 * 16).to(dtype)
+        qkv = torch.randn(count, (heads.num_heads + 2 * num_kv_heads) * 16).to(dtype)
         arguments = (qkv, *caches, metadata, heads, None)
         together = kernels.paged_attention(*arguments)
         assert_close(together, reference.paged_attention(*arguments))
         table = metadata.block_tables.numpy()
-        for token in (0, 1, 27, 28, 29, 47, 48, count - 1):  # with 28 a split of the keys begins, inside a tile
+        for token in filter(range(count).__contains__, checked):
             tokens = QueryTokens(np.array([context + token]), np.array([1]), table, 16)
             result = kernels.paged_attention(qkv[token : token + 1], *caches, AttentionMetadata.build(tokens), heads)
             assert torch.equal(result, together[token : token + 1])

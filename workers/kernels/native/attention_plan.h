@@ -47,6 +47,8 @@ constexpr int TILE_QUERY_ROWS = 96;  // rows of a prefill tile, which share the 
 constexpr int LONG_CONTEXT = 4096;  // keys from which a prefill tile may have more rows: no cache near a core holds them
 constexpr int LONG_TILE_ROWS = 384;  // the most; what they gather stays in the second-level cache
 constexpr int TILES_PER_THREAD = 16;  // with fewer tiles than this, larger ones would leave threads waiting in the end
+constexpr int FEW_TILES_PER_THREAD = 4;  // with fewer tiles than this over a long context, the context is split too
+constexpr int64_t SPLIT_FLOATS_PER_THREAD = 1 << 22;  // the most partial results of a tile's splits
 constexpr int SHARED_ROWS = 256;  // rows of a unit over a shared prefix
 constexpr int FEW_SHARED_ROWS = 64;  // with fewer rows, packing a shared prefix hardly pays
 constexpr int KV_RUN_BYTES = 512;  // of one token's heads that are read together, so that the prefetcher sees runs
@@ -136,21 +138,45 @@ class Plan {
     }
 
   private:
-    // Rows of a prefill tile. Each tile reads and packs all its keys, so a long context has larger ones.
+    // How a sequence's query is cut into units
+    struct QueryCut {
+        int tile;  // tokens
+        bool splits;  // whether splits of the context are units of their own
+    };
+
+    // Each tile reads and packs all its keys, so a long context has larger ones. A chunk of few tokens has too few tiles
+    // to keep the threads busy, so its context is split as well.
     template <class Call>
-    int tile_rows(const Call& call, int sequence, int length, int threads) const {
-        int rows = TILE_QUERY_ROWS;
-        if (call.context_lens[sequence] < LONG_CONTEXT || call.window < LONG_CONTEXT) return rows;
-        const int64_t all_rows = int64_t(length) * group_ * call.num_kv_heads;
-        while (rows < LONG_TILE_ROWS && all_rows / (2 * rows) >= TILES_PER_THREAD * threads) rows *= 2;
-        return rows;
+    QueryCut cut_of(const Call& call, int sequence, int length, int threads) const {
+        if (length <= SHORT_QUERY) return {length, true};
+        const int64_t context = call.context_lens[sequence], rows = int64_t(length) * group_;
+        if (context < LONG_CONTEXT || call.window < LONG_CONTEXT) return {tokens_of_rows(TILE_QUERY_ROWS), false};
+        const int64_t all_rows = rows * call.num_kv_heads;
+        const int64_t all_floats = splits_of(0, int(context)) * all_rows * (width_ + 2);
+        const int64_t num_tiles = ((rows - 1) / TILE_QUERY_ROWS + 1) * call.num_kv_heads;
+        const bool has_few_tiles = num_tiles < FEW_TILES_PER_THREAD * threads;
+        const bool splits = threads > 1 && has_few_tiles && all_floats <= SPLIT_FLOATS_PER_THREAD * threads;
+        if (threads == 1 || splits) return {even_tile(length, tokens_of_rows(LONG_TILE_ROWS)), splits};
+        int tile_rows = TILE_QUERY_ROWS;
+        while (tile_rows < LONG_TILE_ROWS && all_rows / (2 * tile_rows) >= TILES_PER_THREAD * threads) tile_rows *= 2;
+        return {even_tile(length, tokens_of_rows(tile_rows)), false};
+    }
+
+    int tokens_of_rows(int rows) const {
+        return std::max(1, rows / group_);
+    }
+
+    // Tokens of tiles that are about equally large, and have at most so many
+    static int even_tile(int length, int most) {
+        const int count = (length - 1) / most + 1;
+        return (length - 1) / count + 1;
     }
 
     template <class Call>
     void add_sequence(const Call& call, int sequence, int length, int threads) {
         const int start = call.context_lens[sequence] - length;
         const bool is_short = length <= SHORT_QUERY;
-        const int tile = is_short ? length : std::max(1, tile_rows(call, sequence, length, threads) / group_);
+        const auto [tile, splits] = cut_of(call, sequence, length, threads);
         const int prefix = prefixes_[sequence];
         const int heads = is_short && !prefix ? heads_together_ : 1;
         Task task;
@@ -164,7 +190,7 @@ class Plan {
             task.first_key = std::max(prefix, int(first_visible) / KEY_BLOCK * KEY_BLOCK);
             task.first_seen = int(first_visible);
             task.shared_splits = prefix / SPLIT_KEYS;
-            const int own_splits = is_short ? splits_of(task.first_key, task.end_key) : 1;
+            const int own_splits = splits ? splits_of(task.first_key, task.end_key) : 1;
             task.num_splits = task.shared_splits + own_splits;
             for (int head = 0; head < call.num_kv_heads; head += heads) {
                 task.first_head = head;
