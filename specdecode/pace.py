@@ -258,6 +258,11 @@ class Pace:
         """Returns whether plain steps need not be timed."""
         return self._of(num_sequences).phase is _Phase.RESTING
 
+    def rest(self, num_sequences: int) -> float:
+        """Returns the seconds that drafts rest at least, in steps of this load; 0 if they do not rest."""
+        comparison = self._of(num_sequences)
+        return comparison.budget.rest(comparison.clock) if comparison.phase is _Phase.RESTING else 0.0
+
     def is_proven(self, num_sequences: int) -> bool:
         """Returns whether drafting has paid off since it rested last."""
         return self._of(num_sequences).is_proven

@@ -192,9 +192,21 @@ class RankSequences:
             tokens = self.sampling.tokens(item.sequence_id)
             known = item.num_tokens - len(item.draft_token_ids)
             pieces.append(tokens[item.start : item.start + known])
+            if missing := known - len(pieces[-1]):  # they were expected of drafts that have been rejected
+                pieces.append(np.zeros(missing, dtype=tokens.dtype))
             if item.draft_token_ids:
                 pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
         return np.concatenate(pieces).astype(np.int64, copy=False)
+
+    def overtaken(self, step: StepInput) -> set[int]:
+        """Returns the sequences of a step that lack tokens before it, because drafts that it assumes were rejected."""
+        lacking = set()
+        if step.assumes_drafts:
+            for item in step.scheduled:
+                end = item.start + item.num_tokens - len(item.draft_token_ids)
+                if end > self.sampling.sequences[item.sequence_id].num_tokens:
+                    lacking.add(item.sequence_id)
+        return lacking
 
     def prompt_targets(self, step: StepInput) -> Iterator[PromptTargets]:
         """Yields the prompt tokens of the step for which log-probabilities are reported."""

@@ -189,6 +189,17 @@ class SamplingState:
             state.tokens[position] = last_tokens[state.row] = token_id
             state.num_tokens = position + 1
 
+    def extend_each(self, counts: Mapping[int, int]) -> None:
+        """Makes each sequence so many tokens longer. The last one is 0, and those before it are undefined."""
+        sequences, last_tokens = self.sequences, self._last_tokens
+        for sequence_id, count in counts.items():
+            state = sequences[sequence_id]
+            end = state.num_tokens + count
+            if end > len(state.tokens):
+                self._grow_tokens(state, end)
+            state.tokens[end - 1] = last_tokens[state.row] = 0
+            state.num_tokens = end
+
     def replace_each(self, token_ids: Mapping[int, int], positions: Mapping[int, int]) -> None:
         """Replaces the newest token of each sequence if it is at the position in `positions`. A sequence that was
         restarted in the meantime has no such token.
