@@ -187,7 +187,8 @@ class SpeculativeWorker:
         self._rest_seconds, self._num_sequences = min(self._seconds, self._last_seconds), len(output.token_ids)
         self._seconds, self._last_seconds, self._has_paused = 0.0, self._seconds, False
         self.chain.propose(step, output, following)
-        self._num_at_rest = self.chain.num_steps_at_rest(self._num_sequences, self._rest_seconds)
+        if step.is_decode:
+            self._num_at_rest = self.chain.num_steps_at_rest(self._num_sequences, self._rest_seconds)
         self._last_end = time.perf_counter()
         return output
 
