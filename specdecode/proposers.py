@@ -8,6 +8,7 @@ raises, the chain stops asking it about those sequences, which go on without it.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -17,7 +18,7 @@ import numpy as np
 from manta.specdecode.acceptance import AcceptanceRecord
 from manta.specdecode.lengths import Costs, Load, StepCost, choose_lengths
 from manta.specdecode.ngram import NgramIndex
-from manta.specdecode.pace import MOST_LOSS, Pace
+from manta.specdecode.pace import LONG_STEP, MOST_LOSS, Pace
 from manta.specdecode.run_ahead import RunAhead
 from manta.specdecode.speculative_config import DRAFTING
 from manta.specdecode.trial_budget import TrialBudget
@@ -38,10 +39,8 @@ CHARGED_SHARE = 0.125
 """Share of the uncharged seconds of proposers that a compared step is charged: about as many steps as a trial has share
 them.
 """
-MOST_UNOBSERVED = 15
-"""Most steps of a rest between two that are observed."""
-LEAST_SECONDS = 1e-6
-"""Least time of a step."""
+MOST_QUIET = 15
+"""Most quiet steps in a row."""
 TRIAL_CONTEXT = 256
 """Most tokens of a sequence that a proposer reads in a trial, so that a trial costs no more after a longer rest."""
 
@@ -214,7 +213,7 @@ class ProposerChain:
         """Seconds that they took after steps that are not compared. A prefill is not, but they read its prompts
         afterwards, which pays off in many steps: each compared step is charged a share.
         """
-        self._has_models = any(proposer.name in DRAFTING for proposer in proposers)
+        self.has_models = any(proposer.name in DRAFTING for proposer in proposers)
         """Whether proposers draft from what the model has computed. Then no step is planned ahead of drafts."""
         self.run_ahead: RunAhead | None = None
         """Decides whether steps are planned ahead of drafts; None where no step is launched before the tokens of the
@@ -223,7 +222,7 @@ class ProposerChain:
 
     def begin(self, step: StepInput) -> None:
         has_changes = step.finished or step.started or step.forked
-        if not (has_changes or self._has_models):
+        if not (has_changes or self.has_models):
             return
         for proposer in self.proposers:
             proposer.begin(step)
@@ -314,13 +313,27 @@ class ProposerChain:
             proposers = [each for each in self.proposers if each.name == "prediction"]
             self._propose(step, output, proposers, following)
 
-    def num_steps_at_rest(self, num_sequences: int, seconds: float) -> int:
-        """Returns how many of the next steps need neither `observe` nor `propose`, because proposers rest, if each has
-        so many sequences and takes so many seconds. The next step that is observed counts for all of them.
+    def num_quiet_steps(self, num_sequences: int, seconds: float) -> int:
+        """Returns how many of the next steps need neither `observe` nor `propose`, because none has drafts, if each has
+        so many sequences and takes so many seconds. `observe_quiet` counts them later.
         """
         if self._looked or self._predicted or self.costs is None or not num_sequences:
             return 0
-        return min(int(self.pace.rest(num_sequences) / max(seconds, LEAST_SECONDS)), MOST_UNOBSERVED)
+        return min(self.pace.num_plain_steps(num_sequences, seconds), MOST_QUIET)
+
+    def observe_quiet(self, num_sequences: int, seconds: list[float]) -> None:
+        """Counts the times of such steps, in which all sequences drew one token. A long one is taken for a pause."""
+        assert self.costs is not None
+        predicted = self.costs.step.of_table(num_sequences)
+        longest = LONG_STEP * statistics.median(seconds)
+        for each in seconds:
+            counted = min(each, longest)
+            self._clock += counted
+            if self.pace.rests(num_sequences):
+                self.pace.go_on(num_sequences, predicted, counted)
+            else:
+                self.costs.step.learn(num_sequences, counted)
+                self.pace.learn_plain(num_sequences, predicted, counted)
 
     def _rest(self) -> None:
         """Begins a rest of all proposers."""
@@ -349,7 +362,7 @@ class ProposerChain:
                 output.draft_token_ids.update(proposals)
                 output.draft_proposers.update(dict.fromkeys(proposals, proposer.name))
                 requests = [each for each in requests if each.sequence_id not in proposals]
-        if self.run_ahead is not None and not self._has_models:
+        if self.run_ahead is not None and not self.has_models:
             if self.run_ahead.is_due():
                 if self.costs is None:
                     self._learn(step, output)

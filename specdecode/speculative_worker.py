@@ -8,6 +8,7 @@ back in the next step, where the model's worker verifies them. On an asynchronou
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -71,14 +72,14 @@ class SpeculativeWorker:
         """End of the last call."""
         self._num_under_way = 0
         """Executed steps whose output is still to come."""
-        self._num_at_rest = 0
-        """Steps that come in a rest and are not timed, which cost next to nothing."""
-        self._num_untimed = 0
-        """Such steps since the last timed one."""
-        self._rest_seconds = 0.0
-        """Seconds that each of them counts as."""
+        self._num_quiet = 0
+        """The next steps that have no drafts for certain. Of each the worker notes only when it ended. The model drives all
+        else from the processor's caches, so that code that takes 2 us in a loop may take 15 us between two steps.
+        """
+        self._ends: list[float] = []
+        """The times at which quiet steps ended, and before them that of the step before."""
         self._num_sequences = 0
-        """Sequences that drew tokens in the last timed step."""
+        """Sequences that drew tokens in the last step that was not quiet."""
         self._arrived_at: float | None = None
         """Time at which the last tokens came from a device of its own; None after the next launch."""
         self._gap: float | None = None
@@ -112,14 +113,15 @@ class SpeculativeWorker:
         self.target.adopt(token_ids)
 
     def execute(self, step: StepInput) -> None:
-        if self._num_at_rest and (step.started or step.finished or step.forked):
-            self._end_untimed()
-        if self._num_at_rest:
-            self.chain.begin(step)
-            self.target.execute(step)
-            self._step = step
-            self._num_under_way += 1
-            return
+        if self._num_quiet:
+            if not (step.started or step.finished or step.forked):
+                if self.chain.has_models:
+                    self.chain.begin(step)
+                self.target.execute(step)
+                self._step = step
+                self._num_under_way += 1
+                return
+            self._end_quiet()
         started = time.perf_counter()
         self.chain.begin(step)
         self.target.execute(step)
@@ -146,8 +148,8 @@ class SpeculativeWorker:
         return self.target.is_computing()
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        if self._num_at_rest:
-            return self._at_rest(self.target.sample(masks))
+        if self._num_quiet:
+            return self._count_quiet(self.target.sample(masks))
         started = time.perf_counter()
         return self._with_drafts(started, self._executed_step(), self.target.sample(masks))
 
@@ -157,7 +159,8 @@ class SpeculativeWorker:
         if self.chain.run_ahead is None:
             self.chain.run_ahead = RunAhead()
         drawn = cast(RunAheadWorker, self.target).draw(masks)
-        self._count(started)
+        if not self._num_quiet:
+            self._count(started)
         return _SpeculativeDraw(self, self._executed_step(), drawn)
 
     def _executed_step(self) -> StepInput:
@@ -166,8 +169,8 @@ class SpeculativeWorker:
 
     def _read(self, step: StepInput, drawn: Drawn) -> StepOutput:
         """Waits for the tokens of a step and adds the next drafts."""
-        if self._num_at_rest:
-            return self._at_rest(drawn.result())
+        if self._num_quiet:
+            return self._count_quiet(drawn.result())
         started = time.perf_counter()
         output = drawn.result()
         self._arrived_at = time.perf_counter()
@@ -179,37 +182,39 @@ class SpeculativeWorker:
         """
         following = None if self._step is step else self._step
         self._count(started)
-        untimed_seconds, self._num_untimed = self._num_untimed * self._rest_seconds, 0
-        self.chain.observe(step, output, self._seconds + untimed_seconds, self._has_paused)
+        if len(self._ends) > 1:
+            times = [end - begin for begin, end in itertools.pairwise(self._ends)]
+            self.chain.observe_quiet(self._num_sequences, times)
+        self.chain.observe(step, output, self._seconds, self._has_paused)
         if self.chain.run_ahead is not None and self._gap is not None and output.token_ids and not self._has_paused:
             self.chain.run_ahead.learn(len(output.token_ids), self._seconds, self._gap, waited)
         self._num_under_way -= 1
-        self._rest_seconds, self._num_sequences = min(self._seconds, self._last_seconds), len(output.token_ids)
+        seconds, self._num_sequences = min(self._seconds, self._last_seconds), len(output.token_ids)
         self._seconds, self._last_seconds, self._has_paused = 0.0, self._seconds, False
         self.chain.propose(step, output, following)
-        if step.is_decode:
-            self._num_at_rest = self.chain.num_steps_at_rest(self._num_sequences, self._rest_seconds)
+        self._num_quiet = self.chain.num_quiet_steps(self._num_sequences, seconds) if step.is_decode else 0
         self._last_end = time.perf_counter()
+        self._ends = [self._last_end]
         return output
 
-    def _at_rest(self, output: StepOutput) -> StepOutput:
-        """Ends a step that is not timed."""
+    def _count_quiet(self, output: StepOutput) -> StepOutput:
         self._num_under_way -= 1
-        self._num_untimed += 1
-        self._num_at_rest -= 1
+        self._num_quiet -= 1
+        self._ends.append(time.perf_counter())
         output.drafts_rest = True
-        if not self._num_at_rest or len(output.token_ids) != self._num_sequences:
-            self._end_untimed()
+        if not self._num_quiet or len(output.token_ids) != self._num_sequences:
+            self._end_quiet()
         return output
 
-    def _end_untimed(self) -> None:
-        """Makes the next steps be timed."""
-        self._num_at_rest, self._seconds, self._last_end = 0, 0.0, time.perf_counter()
+    def _end_quiet(self) -> None:
+        """Lets the next step be timed as a whole again."""
+        self._num_quiet, self._seconds, self._last_end = 0, 0.0, time.perf_counter()
 
     def reset(self) -> None:
         self.target.reset()
         self.chain.reset()
-        self._num_under_way = self._num_at_rest = self._num_untimed = 0
+        self._num_under_way = self._num_quiet = 0
+        self._ends = []
         self._arrived_at = self._gap = None
 
 
