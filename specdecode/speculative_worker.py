@@ -73,8 +73,8 @@ class SpeculativeWorker:
         self._num_under_way = 0
         """Executed steps whose output is still to come."""
         self._num_quiet = 0
-        """The next steps that have no drafts for certain. The worker notes only when each ended: the model drives all else
-        from the processor's caches, so that code that takes 2 us in a loop may take 15 us between two steps.
+        """The next steps that have no drafts for certain. The worker only notes when each ended. The model drives all
+        else from the processor's caches, and then code that takes 2 us in a loop may take 15 us.
         """
         self._ends: list[float] = []
         """The times at which quiet steps ended, and before them that of the step before."""
