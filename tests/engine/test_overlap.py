@@ -64,6 +64,9 @@ class TakingTurns(Pace):
         self._num_steps += 1
         return self._num_steps % 11 < 5
 
+    def num_plain_steps(self, num_sequences: int, seconds: float) -> int:
+        return 1
+
 
 class Resting(Pace):
     """Rests, whatever is measured."""
@@ -119,7 +122,7 @@ def engine(num_blocks: int, overlap: str) -> Engine:
     if overlap == "rests":
         chain = speculative_worker_of(one).chain
         chain.pace, chain.costs = TakingTurns(), Costs(StepCost([(1, 1.0), (128, 1.0)]), {})
-    if overlap in ("drafts", "ahead"):
+    if speculates:
         speculative_worker_of(one).chain.run_ahead = MostlyAhead(12 if overlap == "ahead" else 0)
     one.warm_up()  # what `resolved` proves is proven by one engine for all
     return one
