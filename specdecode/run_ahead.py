@@ -18,9 +18,11 @@ NUM_TIMED = 8
 """Steps that wait for tokens whose gaps are remembered, for each load."""
 LEAST_TIMED = 4
 """Fewest of them for planning ahead."""
-MARGIN = 1.02
+MARGIN = 1.03
 """Expected speed-up from which steps are planned ahead, because estimates err."""
-DECIDED_EVERY = 8
+LEAST_SPEED_UP = 1.01
+"""Expected speed-up down to which they go on to be."""
+DECIDED_EVERY = 16
 """Steps between two decisions."""
 TIMED_EVERY = 1024
 """Steps planned ahead after which gaps are timed again, because contexts grow. The steps until the next decision then
@@ -99,7 +101,7 @@ class RunAhead:
             return
         speed_up = gained_ahead(acceptance, counts).sum() / gained(acceptance, counts).sum()
         speed_up /= 1 - statistics.median(gaps.shares)
-        self.is_ahead = bool(speed_up > (1.0 if self.is_ahead else MARGIN))
+        self.is_ahead = bool(speed_up > (LEAST_SPEED_UP if self.is_ahead else MARGIN))
 
     def _of(self, num_sequences: int) -> _Gaps:
         return self._gaps[round(math.log2(num_sequences))]
