@@ -200,13 +200,15 @@ class RankSequences:
 
     def overtaken(self, step: StepInput) -> set[int]:
         """Returns the sequences of a step that lack tokens before it, because drafts that it assumes were rejected."""
-        lacking = set()
-        if step.assumes_drafts:
-            for item in step.scheduled:
-                end = item.start + item.num_tokens - len(item.draft_token_ids)
-                if end > self.sampling.sequences[item.sequence_id].num_tokens:
-                    lacking.add(item.sequence_id)
-        return lacking
+        state = self.sampling
+        if not step.assumes_drafts or not state.rejecting:
+            return set()
+        return {
+            item.sequence_id
+            for item in step.scheduled
+            if item.sequence_id in state.rejecting
+            and item.start + item.num_tokens - len(item.draft_token_ids) > state.sequences[item.sequence_id].num_tokens
+        }
 
     def prompt_targets(self, step: StepInput) -> Iterator[PromptTargets]:
         """Yields the prompt tokens of the step for which log-probabilities are reported."""

@@ -123,6 +123,8 @@ class SamplingState:
         """Number of sequences that requested log-probabilities of their prompt."""
         self.num_with_processors = 0
         """Number of sequences with logits processors."""
+        self.rejecting: set[int] = set()
+        """Sequences of the last step with drafts that did not keep all tokens that they drew."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 

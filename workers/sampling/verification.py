@@ -74,10 +74,14 @@ def keep_verified(
     indices: dict[int, list[int]] = {}
     for index, point in enumerate(points):
         indices.setdefault(point.sequence_id, []).append(index)
+    state.rejecting.clear()
     for sequence_id, own in indices.items():
         if sequence_id in output.errors:
+            state.rejecting.add(sequence_id)
             continue
         kept, error = _kept(own, drafts.get(sequence_id, ()), drawn)
+        if len(kept) < len(own):
+            state.rejecting.add(sequence_id)
         if kept:
             output.token_ids[sequence_id] = kept
             if sequence_id not in gone:
