@@ -83,7 +83,9 @@ class SpeculativeWorker:
         self._arrived_at: float | None = None
         """Time at which the last tokens came from a device of its own; None after the next launch."""
         self._gap: float | None = None
-        """Seconds from then to the launch of the step under way; None if it was launched before they came."""
+        """Seconds from then to the launch of the step under way; None if it was launched before they came, or after a
+        pause of the caller.
+        """
         self._has_paused = False
         """Whether a pause of the caller since the last output hides how long the device took."""
 
@@ -126,9 +128,12 @@ class SpeculativeWorker:
         self.chain.begin(step)
         self.target.execute(step)
         self._step = step
+        has_paused = started - self._last_end > self._last_seconds
         self._count(started)
         arrived_at, self._arrived_at = self._arrived_at, None
-        self._gap = None if arrived_at is None or self._num_under_way else self._last_end - arrived_at
+        self._gap = None
+        if arrived_at is not None and not self._num_under_way and not has_paused:
+            self._gap = self._last_end - arrived_at
         self._num_under_way += 1
 
     def _count(self, started: float) -> None:
@@ -209,6 +214,7 @@ class SpeculativeWorker:
     def _end_quiet(self) -> None:
         """Lets the next step be timed as a whole again."""
         self._num_quiet, self._seconds, self._last_end = 0, 0.0, time.perf_counter()
+        self._arrived_at = None
 
     def reset(self) -> None:
         self.target.reset()
