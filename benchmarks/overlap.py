@@ -5,8 +5,9 @@ device's time and the host's; of the overlapped one it should be the larger of t
 caller does with the tokens: `LLM.step` makes text of them.
 
     plain          one token a sequence and step, the device in this process
-    speculative    n-gram drafts, all of them accepted: several tokens a sequence and step. A second table has the
-                   phases between a step's tokens and the next launch. Meanwhile the device waits for the host
+    speculative    n-gram drafts, all of them accepted: several tokens a sequence and step. Two more tables have the
+                   phases between a step's tokens and the next launch, in which the device waits for the host if steps
+                   are not planned ahead of drafts, and what planning ahead gains by the share of accepted drafts
     at rest        the same with a proposer that finds nothing and rests, so that steps are planned ahead
     two ranks      actors of Ray; the device is a logits processor on rank 0 that waits. The ranks' own work counts as
                    the host's here, as they have no other device
@@ -17,6 +18,7 @@ The last line is the tiny model on this machine's cores, where the engine and th
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from manta.cluster.engine.executors.executor import SynchronousExecutor
 from manta.cluster.engine.executors.in_process import InProcessExecutor
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
 from manta.cluster.llm import LLM
+from manta.specdecode.run_ahead import RunAhead
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.structured.masks import MaskBatch
@@ -49,6 +52,9 @@ WARM_UP_STEPS = 4
 MAX_DRAFT_TOKENS = 4
 LONGEST = 900
 """Tokens of a request, more than a round takes."""
+ACCEPTANCES = (1.0, 0.98, 0.9, 0.7)
+WRONG = 6
+"""A token that the free model never draws."""
 GAP = ("verify", "propose", "update", "schedule", "execute")
 """Phases between a step's tokens and the next launch, in order."""
 
@@ -89,6 +95,13 @@ class PacedDraw(NamedTuple):
         return self.drawn.result()
 
 
+class Waiting(RunAhead):
+    """Plans no step ahead of drafts."""
+
+    def is_due(self) -> bool:
+        return False
+
+
 class Wait:
     """A logits processor that takes `DEVICE_S` and none of the cores."""
 
@@ -127,16 +140,18 @@ def measure(rows: Sequence[int], num_steps: int) -> None:
             markdown_row(name, count, f"{plain * 1e3:.3f}", f"{overlapped * 1e3:.3f}", larger, f"{ratio:.3f}")
         del engines
     _print_gap(host_s["speculative"], num_steps)
+    _print_gains(rows, num_steps)
 
 
 def _print_gap(host_s: dict[int, float], num_steps: int) -> None:
-    """Prints what stands between the tokens of a step with drafts and the next launch, and how long a step takes at
-    least with that. `host_s` is the host's whole work, in seconds a step, by number of rows.
+    """Prints what stands between the tokens of a step with drafts and the next launch if it is not planned ahead, and
+    how long a step takes at least with that. `host_s` is the host's whole work, in seconds a step, by number of rows.
     """
-    print("\nBetween the tokens of a step with drafts and the next launch, medians in ms:")
+    print("\nBetween the tokens of a step with drafts and the next launch, if steps wait for tokens, medians in ms:")
     markdown_head("rows", *GAP, "together", "device and these over the larger of device and host")
     llm = _speculative("on", max(host_s))
     engine, worker = llm.engine, llm.engine.executor.worker  # type: ignore[attr-defined]
+    worker.chain.run_ahead = Waiting()
     seconds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as watches:
         for owner, name, phase in (
@@ -155,6 +170,40 @@ def _print_gap(host_s: dict[int, float], num_steps: int) -> None:
             least = DEVICE_S + sum(medians)
             figures = [f"{each * 1e3:.3f}" for each in (*medians, sum(medians))]
             markdown_row(count, *figures, f"{least / max(DEVICE_S, host):.3f}")
+
+
+def _print_gains(rows: Sequence[int], num_steps: int) -> None:
+    """Prints the tokens a second of an engine that may plan ahead of drafts, over one that waits for tokens."""
+    print("\nTokens a second where the engine decides whether to plan ahead of drafts, over an engine that waits:")
+    markdown_head("rows", "drafts accepted", "ratio", "steps planned ahead")
+    engines = {name: _speculative("on", max(rows)) for name in ("decides", "waits")}
+    chains = {name: llm.engine.executor.worker.chain for name, llm in engines.items()}  # type: ignore[attr-defined]
+    chains["waits"].run_ahead = Waiting()
+    proposers = {name: chain.proposers[0].propose for name, chain in chains.items()}
+    for acceptance in ACCEPTANCES:
+        for name, chain in chains.items():
+            is_wrong = np.random.default_rng(0).random(2**16) >= acceptance
+            chain.proposers[0].propose = functools.partial(_spoiled, proposers[name], is_wrong.tolist())
+        for count in rows:
+            planned: list[bool] = []
+            watch_steps(engines["decides"], planned)
+            sides = {name: lambda _, llm=llm: _speed(llm, count, num_steps) for name, llm in engines.items()}  # type: ignore[misc]  # noqa: B023
+            speeds = in_turns(sides, LOOP_ROUNDS, f"{acceptance:.0%}, {count} rows")
+            ratio = ratio_of(speeds["decides"], speeds["waits"])
+            markdown_row(count, f"{acceptance:.0%}", str(ratio), f"{statistics.mean(planned):.0%}")
+
+
+def _spoiled(propose: Callable[..., dict[int, list[int]]], is_wrong: list[bool], requests: Any) -> dict[int, list[int]]:
+    """Proposes a wrong token wherever `is_wrong` says so of a position of a sequence."""
+    drafts = propose(requests)
+    for each in (each for each in requests if each.sequence_id in drafts):
+        first = 977 * each.sequence_id + each.state.num_tokens
+        places = range(first, first + each.count)
+        drafts[each.sequence_id] = [
+            WRONG if is_wrong[place % len(is_wrong)] else token_id
+            for place, token_id in zip(places, drafts[each.sequence_id], strict=False)
+        ]
+    return drafts
 
 
 @contextlib.contextmanager
@@ -208,8 +257,41 @@ def llm_on(make: Callable[[EngineConfig], SynchronousExecutor], config: EngineCo
         engine.make_executor = make_executor
 
 
+def _speed(llm: LLM, count: int, num_steps: int) -> float:
+    """Returns the tokens a second of `count` greedy sequences, with twice as many steps as `_step_seconds`."""
+    _start(llm, count)
+    started, num_tokens = time.perf_counter(), 0
+    for _ in range(2 * num_steps):
+        num_tokens += sum(len(output.token_ids) for output in llm.engine.step())
+    speed = num_tokens / (time.perf_counter() - started)
+    _stop(llm, count)
+    return speed
+
+
+def watch_steps(llm: LLM, planned: list[bool]) -> None:
+    """Notes in `planned` from now on whether each step was planned ahead of drafts."""
+    submit = type(llm.engine.executor).submit
+
+    def watched(step: StepInput) -> Any:
+        planned.append(step.assumes_drafts)
+        return submit(llm.engine.executor, step)
+
+    llm.engine.executor.submit = watched  # type: ignore[method-assign]
+
+
 def _step_seconds(llm: LLM, count: int, num_steps: int) -> float:
     """Returns the seconds of a decode step of `count` greedy sequences, the delivery of its tokens included."""
+    _start(llm, count)
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        llm.step()
+    seconds = (time.perf_counter() - started) / num_steps
+    _stop(llm, count)
+    return seconds
+
+
+def _start(llm: LLM, count: int) -> None:
+    """Brings `count` greedy sequences to where all decode."""
     waits = (LogitsProcessorSpec(name="wait"),) if llm.config.tensor_parallel_size > 1 else ()
     for number in range(count):
         prompt = [5 + number % 500, *[5] * (PROMPT - 1)]
@@ -221,11 +303,9 @@ def _step_seconds(llm: LLM, count: int, num_steps: int) -> float:
         llm.step()
     for _ in range(WARM_UP_STEPS):
         llm.step()
-    started = time.perf_counter()
-    for _ in range(num_steps):
-        llm.step()
-    seconds = (time.perf_counter() - started) / num_steps
+
+
+def _stop(llm: LLM, count: int) -> None:
     for number in range(count):
         llm.abort(str(number))
     llm.step()
-    return seconds

@@ -101,6 +101,11 @@ class AcceptanceRecord:
         records = (self._sequences.get(sequence_id) for sequence_id in sequence_ids)
         return np.array([overall if record is None else record.mean for record in records])
 
+    @property
+    def overall_mean(self) -> float:
+        """The mean of all sequences."""
+        return self._overall.mean
+
     def forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             self._sequences.pop(sequence_id, None)

@@ -136,8 +136,8 @@ class DraftModel:
                     self._unkept.difference_update(block_ids[num_found:])
                 elif self._is_draft_head:
                     self._unkept.update(block_ids[num_found:])
-            progress = self._progress.get(item.sequence_id)
-            if self._keeps and progress is not None:
+            progress = self._progress.get(item.sequence_id) if self._keeps else None
+            if progress is not None:
                 if progress.era != self._era:
                     progress.era, progress.kept_from = self._era, -(-item.start // size) * size
                 progress.num_known = item.start + item.num_tokens - len(item.draft_token_ids)

@@ -53,7 +53,7 @@ class NgramIndex:
             return []
         start = self._longest(place)
         period = tokens[start : start + count]
-        return [period[index % len(period)] for index in range(count)]
+        return period if len(period) == count else (period * (count // len(period) + 1))[:count]
 
     def _longest(self, place: int) -> int:
         """Returns the occurrence with the longest match, the latest of equal ones."""

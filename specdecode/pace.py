@@ -50,6 +50,10 @@ step is taken for a pause of the machine, several in a row are not.
 """
 
 
+LEAST_SECONDS = 1e-6
+"""Least time that a step is taken to last."""
+
+
 class _Phase(enum.Enum):
     FIRST = enum.auto()
     """The first trial. What it has lost is known when plain steps have been timed."""
@@ -257,6 +261,15 @@ class Pace:
     def rests(self, num_sequences: int) -> bool:
         """Returns whether plain steps need not be timed."""
         return self._of(num_sequences).phase is _Phase.RESTING
+
+    def num_plain_steps(self, num_sequences: int, seconds: float) -> int:
+        """Returns how many of the next steps are plain, if all are of this load and take so many seconds."""
+        comparison = self._of(num_sequences)
+        if comparison.phase is _Phase.TIMING:
+            return comparison.num_to_time
+        if comparison.phase is _Phase.RESTING:
+            return int(comparison.budget.rest(comparison.clock) / max(seconds, LEAST_SECONDS))
+        return 0
 
     def is_proven(self, num_sequences: int) -> bool:
         """Returns whether drafting has paid off since it rested last."""

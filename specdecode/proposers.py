@@ -8,6 +8,7 @@ raises, the chain stops asking it about those sequences, which go on without it.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -17,7 +18,9 @@ import numpy as np
 from manta.specdecode.acceptance import AcceptanceRecord
 from manta.specdecode.lengths import Costs, Load, StepCost, choose_lengths
 from manta.specdecode.ngram import NgramIndex
-from manta.specdecode.pace import MOST_LOSS, Pace
+from manta.specdecode.pace import LONG_STEP, MOST_LOSS, Pace
+from manta.specdecode.run_ahead import RunAhead
+from manta.specdecode.speculative_config import DRAFTING
 from manta.specdecode.trial_budget import TrialBudget
 from manta.structured.visible_logs import logger_of
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
@@ -32,6 +35,12 @@ TRIAL_STEPS = 4
 """Steps in which a proposer that is not expected to pay off is asked for a draft, in one trial. Several in a row count
 as much as many single ones, because acceptance fades between them.
 """
+CHARGED_SHARE = 0.125
+"""Share of the uncharged seconds of proposers that a compared step is charged: about as many steps as a trial has share
+them.
+"""
+MOST_QUIET = 15
+"""Most quiet steps in a row."""
 TRIAL_CONTEXT = 256
 """Most tokens of a sequence that a proposer reads in a trial, so that a trial costs no more after a longer rest."""
 
@@ -45,6 +54,17 @@ class DraftRequest:
     count: int
     most_context: int | None = None
     """Most tokens of the sequence that a proposer with a model should read for the drafts; None for all."""
+    in_flight: list[int] | None = None
+    """The sequence's drafts in the step under way; None if it has no row there. Then the first drafts are expected to
+    equal these and the token drawn behind them, and `count` includes them.
+    """
+
+    def behind_flight(self, proposed: list[int]) -> list[int]:
+        """Returns the drafts for the step behind the one under way."""
+        if self.in_flight is None:
+            return proposed
+        num_expected = len(self.in_flight)
+        return proposed[num_expected + 1 :] if proposed[:num_expected] == self.in_flight else []
 
 
 class Proposer(Protocol):
@@ -56,7 +76,9 @@ class Proposer(Protocol):
     """One of `manta.specdecode.speculative_config.PROPOSERS`; it marks the proposer's drafts."""
 
     def begin(self, step: StepInput) -> None:
-        """Prepares for a step; called before its forward pass."""
+        """Prepares for a step. Called before its forward pass, if sequences start, fork or end with it, and before each
+        step if any proposer has a model.
+        """
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
@@ -128,6 +150,19 @@ class NgramProposer:
         self._indices.clear()
 
 
+def _propose_behind(proposer: Proposer, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    """Returns drafts by sequence id for the step behind the one under way."""
+    found = proposer.propose(requests)
+    if not found or all(each.in_flight is None for each in requests):
+        return found
+    drafts = {}
+    for each in requests:
+        proposed = found.get(each.sequence_id)
+        if proposed and (behind := each.behind_flight(proposed)):
+            drafts[each.sequence_id] = behind
+    return drafts
+
+
 class ProposerChain:
     """Asks the proposers in order, after each step, about the sequences that gained tokens and have not ended.
 
@@ -173,11 +208,22 @@ class ProposerChain:
         self._is_catching_up = False
         """Whether a proposer was asked after the last step and could not draft yet."""
         self._looking_seconds = 0.0
-        """Seconds that proposers took since the last observed step. The sum may span several steps: a prefill is not
-        compared, but proposers read its prompts afterwards.
+        """Seconds that proposers took since the last observed step."""
+        self._uncharged_seconds = 0.0
+        """Seconds that they took after steps that are not compared. A prefill is not, but they read its prompts
+        afterwards, which pays off in many steps: each compared step is charged a share.
+        """
+        self.has_models = any(proposer.name in DRAFTING for proposer in proposers)
+        """Whether proposers draft from what the model has computed. Then no step is planned ahead of drafts."""
+        self.run_ahead: RunAhead | None = None
+        """Decides whether steps are planned ahead of drafts; None where no step is launched before the tokens of the
+        step before.
         """
 
     def begin(self, step: StepInput) -> None:
+        has_changes = step.finished or step.started or step.forked
+        if not (has_changes or self.has_models):
+            return
         for proposer in self.proposers:
             proposer.begin(step)
         if step.finished:
@@ -201,7 +247,8 @@ class ProposerChain:
         """Counts the time of a step since the end of the last `propose`. If the caller `has_paused` while the device
         computed, the step is not compared with others.
         """
-        num_sequences = len(output.token_ids)
+        # Where drafts that the step assumes were rejected, a sequence draws nothing
+        num_sequences = len(step.scheduled if step.assumes_drafts else output.token_ids)
         if self.costs is None or not num_sequences or not self.proposers:
             return
         self._clock += seconds
@@ -209,6 +256,8 @@ class ProposerChain:
         rests = not self._looked and self.pace.rests(num_sequences)
         if rests or has_paused or not self._is_comparable(step):
             self.pace.go_on(num_sequences, predicted, seconds)
+            self._uncharged_seconds += self._looking_seconds
+            self._looking_seconds = 0.0
         elif not self._looked:
             self.costs.step.learn(step.num_tokens, seconds)
             self.pace.learn_plain(num_sequences, predicted, seconds)
@@ -216,9 +265,11 @@ class ProposerChain:
             self.costs.step.learn(step.num_tokens, seconds)
             num_tokens = sum(map(len, output.token_ids.values()))
             num_with_drafts = sum(1 for item in step.scheduled if item.draft_token_ids)
-            self._clock += self._looking_seconds
-            of_proposers = self._looking_seconds, num_with_drafts, self._is_catching_up and not num_with_drafts
-            self._looking_seconds = 0.0
+            share = CHARGED_SHARE * self._uncharged_seconds
+            self._uncharged_seconds -= share
+            proposing_seconds, self._looking_seconds = self._looking_seconds + share, 0.0
+            self._clock += proposing_seconds
+            of_proposers = proposing_seconds, num_with_drafts, self._is_catching_up and not num_with_drafts
             self.pace.learn_drafted(num_sequences, num_tokens, predicted, seconds, *of_proposers)
 
     def _is_comparable(self, step: StepInput) -> bool:
@@ -230,10 +281,12 @@ class ProposerChain:
         names = self._records if self._looked else ()
         return all(not item.draft_token_ids or item.draft_proposer in names for item in step.scheduled)
 
-    def propose(self, step: StepInput, output: StepOutput) -> None:
-        """Adds drafts for the next step to a step's output."""
+    def propose(self, step: StepInput, output: StepOutput, following: StepInput | None = None) -> None:
+        """Adds drafts for the next step to a step's output. If `following` was launched before this output was known,
+        they are for the step behind it.
+        """
         if self.costs is None:
-            self._propose(step, output, self.proposers)
+            self._propose(step, output, self.proposers, following)
             return
         if self._untried:
             self._learn_untried(output)
@@ -251,13 +304,36 @@ class ProposerChain:
         output.drafts_rest = not self._looked and not self._predicted
         if self._looked:
             started = time.perf_counter()
-            self._propose(step, output, self.proposers)
+            self._propose(step, output, self.proposers, following)
             for name, proposer in self._costly.items():
                 trials = self._trials[name]
                 proposer.wanted = trials.pays or trials.budget.allows_trial(self._clock)
             self._looking_seconds += time.perf_counter() - started
         elif self._predicted:
-            self._propose(step, output, [each for each in self.proposers if each.name == "prediction"])
+            proposers = [each for each in self.proposers if each.name == "prediction"]
+            self._propose(step, output, proposers, following)
+
+    def num_quiet_steps(self, num_sequences: int, seconds: float) -> int:
+        """Returns how many of the next steps need neither `observe` nor `propose`, because none has drafts, if each has
+        so many sequences and takes so many seconds. `observe_quiet` counts them later.
+        """
+        if self._looked or self._predicted or self.costs is None or not num_sequences:
+            return 0
+        return min(self.pace.num_plain_steps(num_sequences, seconds), MOST_QUIET)
+
+    def observe_quiet(self, num_sequences: int, seconds: list[float]) -> None:
+        """Counts the times of such steps, in which all sequences drew one token. A long one is taken for a pause."""
+        assert self.costs is not None
+        predicted = self.costs.step.of_table(num_sequences)
+        longest = LONG_STEP * statistics.median(seconds)
+        for each in seconds:
+            counted = min(each, longest)
+            self._clock += counted
+            if self.pace.rests(num_sequences):
+                self.pace.go_on(num_sequences, predicted, counted)
+            else:
+                self.costs.step.learn(num_sequences, counted)
+                self.pace.learn_plain(num_sequences, predicted, counted)
 
     def _rest(self) -> None:
         """Begins a rest of all proposers."""
@@ -265,8 +341,10 @@ class ProposerChain:
             proposer.wanted = False
             self._asked[name].clear()
 
-    def _propose(self, step: StepInput, output: StepOutput, proposers: Sequence[Proposer]) -> None:
-        requests = self._requests(output)
+    def _propose(
+        self, step: StepInput, output: StepOutput, proposers: Sequence[Proposer], following: StepInput | None
+    ) -> None:
+        requests = all_requests = self._requests(output, following)
         num_others = sum(item.num_tokens for item in step.scheduled if item.sequence_id not in output.token_ids)
         load = Load(len(requests) + num_others, len(requests))
         for proposer in proposers:
@@ -284,10 +362,30 @@ class ProposerChain:
                 output.draft_token_ids.update(proposals)
                 output.draft_proposers.update(dict.fromkeys(proposals, proposer.name))
                 requests = [each for each in requests if each.sequence_id not in proposals]
+        if self.run_ahead is not None and not self.has_models:
+            if self.run_ahead.is_due():
+                if self.costs is None:
+                    self._learn(step, output)
+                self._decide_ahead(self.run_ahead, output, all_requests)
+            output.drafts_ahead = self.run_ahead.is_ahead
+
+    def _decide_ahead(self, run_ahead: RunAhead, output: StepOutput, requests: list[DraftRequest]) -> None:
+        """Decides by the drafts of a step's output whether steps are planned ahead of drafts. No sequence counts as
+        better than the mean of all: twenty drafts that were all accepted may have been luck.
+        """
+        acceptance = np.ones(len(requests))
+        counts = np.array([len(output.draft_token_ids.get(each.sequence_id, ())) for each in requests], dtype=int)
+        names = [output.draft_proposers.get(each.sequence_id) for each in requests]
+        for name in set(output.draft_proposers.values()):
+            rows = [row for row, of_row in enumerate(names) if of_row == name]
+            record = self._records[name]
+            means = record.means(requests[row].sequence_id for row in rows)
+            acceptance[rows] = np.minimum(means, record.overall_mean)
+        run_ahead.decide(acceptance, counts)
 
     def _ask(self, proposer: Proposer, asked: list[DraftRequest], load: Load) -> dict[int, list[int]]:
         if self.costs is None:
-            return proposer.propose(asked)
+            return _propose_behind(proposer, asked)
         draft_cost = self.costs.drafts.get(proposer.name)
         if draft_cost is None:
             return self._trimmed(proposer, asked, load, self.costs.step)
@@ -331,9 +429,10 @@ class ProposerChain:
         """Returns the drafts of a free proposer: asks it about all sequences, and cuts the drafts that do not
         pay off.
         """
-        found = proposer.propose(asked)
+        found = _propose_behind(proposer, asked)
         if not found:
             return {}
+        in_flight = {each.sequence_id for each in asked if each.in_flight is not None}
         record = self._records[proposer.name]
         limits = np.array([len(proposed) for proposed in found.values()])
         counts = choose_lengths(record.means(found), limits, load, cost)
@@ -341,7 +440,7 @@ class ProposerChain:
         for (sequence_id, proposed), count in zip(found.items(), counts.tolist(), strict=True):
             if count:
                 proposals[sequence_id] = proposed[:count]
-            else:
+            elif sequence_id not in in_flight:
                 self._untried[sequence_id] = proposer.name, proposed[0]
         load.add(proposals, record)
         return proposals
@@ -373,8 +472,9 @@ class ProposerChain:
                 self._records[name].learn(sequence_id, [token_id], gained[:1])
         self._untried.clear()
 
-    def _requests(self, output: StepOutput) -> list[DraftRequest]:
+    def _requests(self, output: StepOutput, following: StepInput | None) -> list[DraftRequest]:
         requests = []
+        items = {} if following is None else {item.sequence_id: item for item in following.scheduled}
         for sequence_id, token_ids in output.token_ids.items():
             state = self._state.sequences.get(sequence_id)
             if state is None:  # the next step, which has been planned, ends the sequence
@@ -384,9 +484,18 @@ class ProposerChain:
             end = self._max_model_len
             if state.params.max_tokens is not None:
                 end = min(end, state.num_prompt_tokens + state.params.max_tokens)
-            count = min(self._max_draft_tokens, end - state.num_tokens - 1)
+            num_tokens, in_flight = state.num_tokens, None
+            item = items.get(sequence_id)
+            if item is not None:
+                is_overtaken = item.start + item.num_tokens - len(item.draft_token_ids) > num_tokens
+                if not is_overtaken:
+                    in_flight = item.draft_token_ids
+                    num_tokens += 1 + len(in_flight)
+            count = min(self._max_draft_tokens, end - num_tokens - 1)
             if count > 0:
-                requests.append(DraftRequest(sequence_id, state, count))
+                requests.append(
+                    DraftRequest(sequence_id, state, num_tokens + count - state.num_tokens, in_flight=in_flight)
+                )
         return requests
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ ProposerName = Literal["prediction", "forced", "history", "ngram", "draft", "mtp
 PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "history", "ngram", "draft", "mtp", "eagle3")
 HEADS = ("mtp", "eagle3")
 """Proposers that are draft heads, which read hidden states of the model."""
-_DRAFTING = ("draft", *HEADS)
+DRAFTING = ("draft", *HEADS)
 """Proposers that draw tokens with weights of their own."""
 _WITH_FOLDER = ("draft", "eagle3")
 """Proposers whose weights are in a folder of their own, `draft_model`."""
@@ -61,7 +61,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"proposers {list(self.proposers)} and draft_model {self.draft_model!r} do not fit: draft and eagle3 "
                 "need a draft_model and nothing else does"
             )
-        drafting = [name for name in _DRAFTING if name in self.proposers]
+        drafting = [name for name in DRAFTING if name in self.proposers]
         if len(drafting) > 1:
             raise ValueError(
                 f"proposers {list(self.proposers)} name both {' and '.join(drafting[:2])}, and the KV cache has room "
@@ -83,7 +83,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def num_lookahead_tokens(self) -> int:
         """Number of tokens after a sequence's last one for which proposers write to the KV cache."""
-        return self.max_draft_tokens if self._names(_DRAFTING) else 0
+        return self.max_draft_tokens if self._names(DRAFTING) else 0
 
     @property
     def uses_draft_head(self) -> bool:

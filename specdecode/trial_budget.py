@@ -50,6 +50,10 @@ class TrialBudget:
         """Returns whether the rest is over."""
         return now >= self._rests_until and not self.is_spent(now)
 
+    def rest(self, now: float) -> float:
+        """Returns the seconds until the rest is over; 0 without one."""
+        return max(self._rests_until - now, 0.0)
+
     def is_spent(self, now: float) -> bool:
         """Returns whether a trial has to end."""
         return self._seconds_at(now) < 0

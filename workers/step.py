@@ -140,6 +140,10 @@ class StepInput(msgspec.Struct, array_like=True):
     sample_points: list[SamplePoint] = []
     states: list[StateUse] = []
     """The slots of each of `scheduled`, in the same order; empty for a model without recurrent states."""
+    assumes_drafts: bool = False
+    """Whether the step was planned before it was known which drafts of the step before are accepted. It goes on behind
+    all of them and the token drawn after the last. Where one was rejected, the sequence draws nothing in this step.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -208,6 +212,10 @@ class StepOutput(msgspec.Struct, array_like=True):
     drafts_rest: bool = False
     """Whether the proposers of the ranks rest: the output of the next step has no drafts, so that the step after it may
     be planned before that output is known.
+    """
+    drafts_ahead: bool = False
+    """Whether the step after the next should be planned before the output of the next one is known, although that one
+    has drafts (`StepInput.assumes_drafts`).
     """
     digest: int = 0
     """Checksum of the step's tokens and blocks, if there are several ranks; else 0. On torch it includes the hidden

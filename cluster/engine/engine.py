@@ -7,7 +7,8 @@
   while the device computes. The engine plans and launches a step before it knows the tokens of the previous one.
 - With depth 1 and drafts, the engine waits for those tokens before it plans the next step. They decide how many drafts
   were accepted and which drafts come next. The caller still delivers them while the device computes. While the
-  proposers rest, the engine plans ahead as without speculation.
+  proposers rest, the engine plans ahead as without speculation. It also does so where drafts are so good that it pays
+  to assume them accepted (`specdecode/run_ahead.py`).
 
 A sequence that ends while a step is under way still has a row in that step. The engine ignores what the row draws.
 Later steps overwrite the keys and values that it writes, because the device runs steps in order.
@@ -142,6 +143,8 @@ class Engine:
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._drafts_rest = False
         """Whether the steps after the one under way get no drafts from the ranks (`StepOutput.drafts_rest`)."""
+        self._drafts_ahead = False
+        """Whether drafts of the step under way are assumed to be accepted (`StepOutput.drafts_ahead`)."""
         self.adapters = ResidentAdapters(self.executor, self.scheduler, self.model.adapters.values())
         """The adapters that requests may have."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
@@ -199,6 +202,7 @@ class Engine:
             # 1. Schedule: choose the tokens of each sequence by the masks and drafts known now.
             changes += self.masks.before_step()
             step = self.scheduler.schedule()
+            step.assumes_drafts = any(each.has_drafts for each in self._under_way)
             if not (step.scheduled or self._computes) and self.scheduler.has_unfinished:
                 self._wait_for_news()
             # 2. Execute: queue the forward pass behind the step under way, then read that step's tokens.
@@ -225,13 +229,13 @@ class Engine:
     @property
     def _plans_ahead(self) -> bool:
         """Whether the next step is planned before the tokens of the step under way are known. With drafts these tokens
-        decide where it goes on, and masks may bring forced tokens.
+        decide where it goes on, unless the drafts are assumed to be accepted, and masks may bring forced tokens.
         """
         if self.executor.depth == 0 or self.config.speculative is None:
             return self.executor.depth > 0
-        if not self._drafts_rest or self.masks.has_sessions or self.model.num_state_slots:
+        if self.masks.has_sessions or self.model.num_state_slots:
             return False
-        return not any(each.has_drafts for each in self._under_way)
+        return self._drafts_ahead or (self._drafts_rest and not any(each.has_drafts for each in self._under_way))
 
     @property
     def _computes(self) -> bool:
@@ -244,7 +248,7 @@ class Engine:
         while len(self._under_way) > most_under_way:
             step, call, masks, is_ahead, _ = self._under_way.popleft()
             output = self._ask(step, call.result)
-            self._drafts_rest = output.drafts_rest
+            self._drafts_rest, self._drafts_ahead = output.drafts_rest, output.drafts_ahead
             self._settled_step = step.step_id
             if step.scheduled:
                 self._step_went_well(step)
@@ -271,7 +275,7 @@ class Engine:
         not count a failure, and raises it again.
         """
         self._under_way.clear()
-        self._drafts_rest = False
+        self._drafts_rest = self._drafts_ahead = False
         if not isinstance(failure, _StepFailed):
             self._rebuild_ranks()
             raise failure

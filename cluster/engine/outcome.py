@@ -32,7 +32,7 @@ def advance(
     The scheduler counted the computed tokens when it planned the step. If the change has a `finish`, the caller must
     end the sequence.
     """
-    sequence_id, drafts, proposer = sequence.sequence_id, computed.draft_token_ids, sequence.draft_proposer
+    sequence_id, drafts, proposer = sequence.sequence_id, computed.draft_token_ids, computed.draft_proposer
     if output.draft_token_ids or sequence.draft_token_ids:
         sequence.propose(output.draft_token_ids.get(sequence_id, []), output.draft_proposers.get(sequence_id, ""))
     prompt_logprobs = None

@@ -324,6 +324,8 @@ class Scheduler:
                 changes.append(self._fail(sequence, error))
                 continue
             change = advance(sequence, computed, output, self.drafts)
+            if sequence.is_overtaken:
+                self._plan.overtake(sequence)
             if uses and computed.num_tokens:
                 self._cache.settle(sequence, uses[computed.sequence_id])
             self.has_advanced |= sequence.num_computed_tokens > computed.start

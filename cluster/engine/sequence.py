@@ -78,10 +78,13 @@ class Sequence:
     num_computed_tokens: int = 0
     """Leading tokens whose keys and values are in the cache, or will be after the steps under way."""
     num_pending_tokens: int = 0
-    """Tokens that steps under way draw after the known ones. The ranks continue from them before the driver knows them.
+    """Tokens that steps under way bring after the known ones: what they draw, and their drafts, as if all of them were
+    accepted. The ranks continue from them before the driver knows them.
     """
     first_step: int = 0
-    """The first step whose output counts. Earlier steps used blocks that the sequence has given up since."""
+    """The first step whose output counts. Earlier steps used blocks that the sequence has given up since, or went on
+    behind a draft that was rejected.
+    """
     num_shared_blocks: int = 0
     """Leading blocks of each group that other sequences wrote: from the prefix cache, or from a fork's parent."""
     num_sent_blocks: int = 0
@@ -207,10 +210,12 @@ class Sequence:
             unsent = [block for table in self.block_tables for block in table[self.num_sent_blocks :]]
             self.num_sent_blocks = num_blocks
         num_drafts = max(0, end - known)
-        drafts = self.draft_token_ids[:num_drafts] if self.draft_token_ids else []
+        drafts: list[int] = []
+        if self.draft_token_ids:
+            drafts, self.draft_token_ids = self.draft_token_ids[:num_drafts], []
         draws = end >= known
         if draws:
-            self.num_pending_tokens += 1
+            self.num_pending_tokens += 1 + num_drafts
             self.is_paused = self.num_branches > 0
         return ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer), draws
 
@@ -239,13 +244,21 @@ class Sequence:
             if finish is not None:
                 token_ids = token_ids[:count]
                 break
-        self.num_pending_tokens -= 1
-        num_uncomputed = 1 + num_drafts - len(token_ids)
-        if num_uncomputed:
-            self.num_computed_tokens -= num_uncomputed
+        self.num_pending_tokens -= 1 + num_drafts
+        if len(token_ids) < 1 + num_drafts:
+            self.num_computed_tokens = len(known) - 1
             if self.states:  # go on from a state that it holds
                 self.num_computed_tokens = max(each for each in self.states if each <= self.num_computed_tokens)
         return token_ids, finish
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the step under way goes on behind a draft that was rejected since it was planned."""
+        return self.num_pending_tokens > 0 and self.num_computed_tokens < len(self.token_ids)
+
+    def drop_pending(self) -> None:
+        """Expects no token of the steps under way."""
+        self.num_pending_tokens = 0
 
     def keep_output(self, num_tokens: int) -> None:
         """Drops the output after its first `num_tokens` tokens."""

@@ -80,6 +80,11 @@ class StepPlan:
         sequence.first_step = self.step.step_id
         self.step.finished.append(sequence.sequence_id)
 
+    def overtake(self, sequence: Sequence) -> None:
+        """Makes the driver ignore what the steps under way return for the sequence."""
+        sequence.first_step = self.step.step_id
+        sequence.drop_pending()
+
     def copy(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
         """Requests block copies before the step; `close` drops those whose sequence has given up its blocks."""
         self._copies += [(sequence, source, destination) for source, destination in copies]

@@ -22,6 +22,7 @@ from manta.cluster.engine.executors.thread_executor import ThreadExecutor
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.specdecode.lengths import Costs, StepCost
 from manta.specdecode.pace import Pace
+from manta.specdecode.run_ahead import RunAhead
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorSpec
@@ -63,20 +64,44 @@ class TakingTurns(Pace):
         self._num_steps += 1
         return self._num_steps % 11 < 5
 
+    def num_plain_steps(self, num_sequences: int, seconds: float) -> int:
+        return 1
+
+
+class Resting(Pace):
+    """Rests, whatever is measured."""
+
+    def drafts(self, num_sequences: int) -> bool:
+        return False
+
+
+class MostlyAhead(RunAhead):
+    """Plans so many of 13 steps ahead of drafts, whatever it may gain."""
+
+    def __init__(self, num_ahead: int) -> None:
+        super().__init__()
+        self._num_ahead = num_ahead
+        self._num_asked = 0
+
+    def is_due(self) -> bool:
+        self._num_asked += 1
+        self.is_ahead = self._num_asked % 13 < self._num_ahead
+        return False
+
 
 @functools.cache
 def engine(num_blocks: int, overlap: str) -> Engine:
     """One for all examples, so that each finds what the ones before it left in the prefix cache. `device` is the
     overlapped loop as on a device that works by itself: the host hears of tokens only when it asks. `drafts` is the
     overlapped loop of an engine that speculates, and `device drafts` is that on such a device. `rests` is the loop of
-    one whose proposers rest half of the time.
+    one whose proposers rest half of the time. `device ahead` assumes that all drafts are accepted.
     """
     if overlap.startswith("device"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CpuPlatform, "runs_ahead", True)
             return engine.__wrapped__(num_blocks, overlap.removeprefix("device").strip() or "on")
     folder = checkpoint("llama", dtype="float32")
-    speculates = overlap in ("drafts", "rests")
+    speculates = overlap in ("drafts", "rests", "ahead")
     one = Engine(
         EngineConfig(
             model=str(folder),
@@ -97,6 +122,8 @@ def engine(num_blocks: int, overlap: str) -> Engine:
     if overlap == "rests":
         chain = speculative_worker_of(one).chain
         chain.pace, chain.costs = TakingTurns(), Costs(StepCost([(1, 1.0), (128, 1.0)]), {})
+    if speculates:
+        speculative_worker_of(one).chain.run_ahead = MostlyAhead(12 if overlap == "ahead" else 0)
     one.warm_up()  # what `resolved` proves is proven by one engine for all
     return one
 
@@ -221,7 +248,8 @@ class Run:
 @given(workload=st.lists(requests, min_size=1, max_size=7), num_blocks=st.sampled_from([ROOMY, TIGHT, TIGHT]))
 def test_both_loops_give_the_same_tokens(workload: list[Request], num_blocks: int) -> None:
     plain = Run(engine(num_blocks, "off"), workload).answers
-    for overlap in ("on", "device", "drafts", "device drafts", "device rests", *(("rests",) if PROVE else ())):
+    kinds = ("on", "device", "drafts", "device drafts", "device ahead", "device rests")
+    for overlap in (*kinds, *(("rests",) if PROVE else ())):
         compare(plain, Run(engine(num_blocks, overlap), workload).answers)
 
 
@@ -415,6 +443,34 @@ def test_devices_verify_drafts_when_tokens_are_read() -> None:
     assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(30), 0)]).answers["0", 0][0]
 
 
+def test_devices_run_ahead_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched before the drafts of the step before are verified. Some go on behind rejected ones."""
+    one = engine(ROOMY, "device ahead")
+    submit, unread = one.executor.submit, unread_draws(one, monkeypatch)
+    num_unread, overtaken = list[int](), list[set[int]]()
+    find = worker_of(one).sequences.overtaken
+
+    def watched_submit(step: StepInput) -> StepCall:
+        num_unread.append(len(unread))
+        assert len(unread) or not step.assumes_drafts
+        return submit(step)
+
+    def watched_find(step: StepInput) -> set[int]:
+        overtaken.append(find(step))
+        return overtaken[-1]
+
+    monkeypatch.setattr(one.executor, "submit", watched_submit)
+    monkeypatch.setattr(worker_of(one).sequences, "overtaken", watched_find)
+    monkeypatch.setattr(one.executor, "rebuild", lambda: pytest.fail("a step failed"))
+    before = sum(one.stats().drafts.accepted.get("ngram", ()))
+    add(one, max_tokens=60)
+    (tokens,) = drain(one).values()
+    assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(60), 0)]).answers["0", 0][0]
+    assert num_unread.count(1) > 5
+    assert any(overtaken)
+    assert sum(one.stats().drafts.accepted["ngram"]) > before
+
+
 def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(ROOMY, "device rests")
     submit, unread, num_unread = one.executor.submit, unread_draws(one, monkeypatch), list[int]()
@@ -430,6 +486,27 @@ def test_devices_run_ahead_while_proposers_rest(monkeypatch: pytest.MonkeyPatch)
     assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(60), 0)]).answers["0", 0][0]
     assert min(num_unread.count(0), num_unread.count(1)) > 5
     assert sum(one.stats().drafts.drafted["ngram"]) > num_drafted
+
+
+def test_a_prediction_may_start_in_the_step_that_ends_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That step is launched before the last row of the other sequence is read. Tokens do not show a failure of it, for
+    an engine computes a failed step again.
+    """
+    one = engine(ROOMY, "device rests")
+    monkeypatch.setattr(speculative_worker_of(one).chain, "pace", Resting())
+    monkeypatch.setattr(one.executor, "rebuild", lambda: pytest.fail("a step failed"))
+    free = Run(engine(ROOMY, "off"), [Request(0, greedy(40), 0)]).answers["0", 0][0]
+    add(one, "long", max_tokens=40)
+    add(one, "ends", max_tokens=40, stop_token_ids=(free[5],))
+    tokens: dict[str, list[int]] = {"long": [], "ends": [], "predicted": []}
+    while one.has_unfinished:
+        for output in one.step():
+            tokens[output.request_id] += output.token_ids
+            if output.request_id == "ends" and output.finish is not None:
+                add(one, "predicted", max_tokens=20, prediction_token_ids=tuple(free))
+    assert tokens["long"] == free
+    assert tokens["predicted"] == free[:20]
+    assert len(tokens["ends"]) < 20
 
 
 def test_requests_with_predictions_come_and_go_while_proposers_rest() -> None:

@@ -191,3 +191,21 @@ def test_a_proposer_behind_a_good_one_is_tried_for_its_share(monkeypatch: pytest
         simulation.step(chain, drafter, Regime(0.95, 0.05, 0.0))
     assert drafter.spent - spent > 0.05 * 90
     assert drafter.wanted
+
+
+def test_what_proposers_read_of_prompts_is_charged_to_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that compute prompts are not compared."""
+    simulation = Simulation(monkeypatch, 1)
+    drafter, charged = Drafter(simulation), list[float]()
+    chain = simulation.chain([drafter])
+    monkeypatch.setattr(chain.pace, "learn_drafted", lambda *arguments: charged.append(arguments[4]))
+    prefill = StepInput(0, scheduled=[ScheduledSequence(0, 0, 9, [])], sample_points=[SamplePoint(8, 0, 9)])
+    for drafter.seconds in (2.0, 0.0):
+        output = StepOutput(0, token_ids={0: [OTHER]})
+        chain.observe(prefill, output, 1.0)
+        chain.propose(prefill, output)
+    reading = drafter.spent
+    for _ in range(60):
+        simulation.step(chain, drafter, Regime(0.0, 0.0, 0.0))
+    assert max(charged) == pytest.approx(reading / 8)
+    assert sum(charged) == pytest.approx(reading, rel=0.01)

@@ -29,7 +29,7 @@ from manta.workers.sampling.host_sample import (
 )
 from manta.workers.sampling.pending_draw import PendingDraw, ReadSample
 from manta.workers.sampling.sampling_state import SequenceState
-from manta.workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
+from manta.workers.sampling.verification import drafts_as_tokens, draws_of, keep_verified
 from manta.workers.sampling_params import MAX_LOGPROBS
 from manta.workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 
@@ -148,7 +148,7 @@ class JaxRunner:
             return self._pending
         if self.state.num_wanting_prompt_logprobs:
             self._prompt_logprobs(step, output)
-        points, drafts = step.sample_points, drafts_of(step)
+        points, drafts, masks = draws_of(step, masks, self.sequences.overtaken(step))
         if not self.draws:
             for first in range(0, len(points), self.model.limits.max_points):
                 self._logits(points[first : first + self.model.limits.max_points])

@@ -192,9 +192,23 @@ class RankSequences:
             tokens = self.sampling.tokens(item.sequence_id)
             known = item.num_tokens - len(item.draft_token_ids)
             pieces.append(tokens[item.start : item.start + known])
+            if missing := known - len(pieces[-1]):  # they were expected of drafts that have been rejected
+                pieces.append(np.zeros(missing, dtype=tokens.dtype))
             if item.draft_token_ids:
                 pieces.append(np.array(item.draft_token_ids, dtype=tokens.dtype))
         return np.concatenate(pieces).astype(np.int64, copy=False)
+
+    def overtaken(self, step: StepInput) -> set[int]:
+        """Returns the sequences of a step that lack tokens before it, because drafts that it assumes were rejected."""
+        state = self.sampling
+        if not step.assumes_drafts or not state.rejecting:
+            return set()
+        return {
+            item.sequence_id
+            for item in step.scheduled
+            if item.sequence_id in state.rejecting
+            and item.start + item.num_tokens - len(item.draft_token_ids) > state.sequences[item.sequence_id].num_tokens
+        }
 
     def prompt_targets(self, step: StepInput) -> Iterator[PromptTargets]:
         """Yields the prompt tokens of the step for which log-probabilities are reported."""

@@ -173,7 +173,9 @@ class Drawn(Protocol):
 
 
 class RunAheadWorker(RankWorker, Protocol):
-    """A worker on an asynchronous device: the next step may be executed before the tokens of this one are known."""
+    """A worker on an asynchronous device: the next step may be executed before the tokens of this one are known, even
+    if this one verifies drafts (`StepInput.assumes_drafts`).
+    """
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         """Draws like `sample`, without waiting for the device."""

@@ -1,7 +1,7 @@
 """The tokens of a step between their draw on the device and their arrival on the host.
 
-Meanwhile the next step may run on tokens that only the device knows, unless this step verifies drafts. The runner of
-each framework makes a `PendingDraw` for each step. Imports no framework.
+Meanwhile the next step may run on tokens that only the device knows. If this step verifies drafts, the next one assumes
+that all are accepted. The runner of each framework makes a `PendingDraw` for each step. Imports no framework.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PendingDraw:
 
     `output` holds the known results. `points` are the sample points that the device draws, in the order of its arrays.
     `send` starts the copy to the host and returns a function that reads it; None if nothing is drawn. `drafts` are
-    those that the step verifies, by sequence id. With drafts, `result` comes before the next step is executed.
+    those that the step verifies, by sequence id.
     """
 
     def __init__(
@@ -44,22 +44,24 @@ class PendingDraw:
         self._read: ReadSample | None = None
         """Reads the copy; None before the copy has started."""
         self._indices: dict[int, int] = {}
-        """Sequence ids with the index of their token in the device's array, set by `hold_places`."""
+        """Sequence ids with the index of their last token in the device's array, set by `hold_places`."""
 
     def hold_places(self) -> None:
-        """Appends a placeholder 0 to each sequence that draws a token, and starts the copy to the host. Called when the
-        next step is executed before `result`.
+        """Appends a placeholder 0 to each sequence that draws a token, behind places for its drafts. Starts the copy to
+        the host. Called when the next step is executed before `result`.
         """
         if self._send is None or self._read is not None:
             return
-        if self._drafts:
-            raise RuntimeError("the drafts of the last step are not verified yet; call result() first")
         self._indices = {
             point.sequence_id: index
             for index, point in enumerate(self._points)
             if self._slots is None or self._slots[index] != LATE
         }
-        self._state.append_each(dict.fromkeys(self._indices, 0))
+        if self._drafts:
+            drafts = self._drafts
+            self._state.extend_each({each: 1 + len(drafts.get(each, ())) for each in self._indices})
+        else:
+            self._state.append_each(dict.fromkeys(self._indices, 0))
         self._read = self._send()
 
     def places(self, step: StepInput) -> tuple[list[int], list[int]]:
@@ -74,8 +76,9 @@ class PendingDraw:
         for item in step.scheduled:
             end += item.num_tokens
             index = self._indices.get(item.sequence_id)
-            if index is not None and self._points[index].position == item.start + item.num_tokens - 1:
-                rows.append(end - 1)
+            num_known = item.num_tokens - len(item.draft_token_ids)
+            if index is not None and self._points[index].position == item.start + num_known - 1:
+                rows.append(end - 1 - len(item.draft_token_ids))
                 indices.append(index)
         return rows, indices
 
@@ -88,7 +91,7 @@ class PendingDraw:
         drawn = (self._read or send())()
         points = self._points
         if self._drafts:
-            keep_verified(points, self._drafts, drawn, self._state, output)
+            keep_verified(points, self._drafts, drawn, self._state, output, self._give_places_back(self._drafts))
             return output
         gained = {
             point.sequence_id: token_id
@@ -108,3 +111,14 @@ class PendingDraw:
             if points[index].sequence_id in output.token_ids:
                 output.logprobs[points[index].sequence_id] = [logprobs]
         return output
+
+    def _give_places_back(self, drafts: Mapping[int, list[int]]) -> set[int]:
+        """Removes what `hold_places` appended. Returns the sequences that ended or were restarted in the meantime."""
+        gone = set()
+        for sequence_id, index in self._indices.items():
+            state, position = self._state.sequences.get(sequence_id), self._points[index].position
+            if state is None or state.num_tokens != position + 1:
+                gone.add(sequence_id)
+            else:
+                self._state.truncate(sequence_id, position - len(drafts.get(sequence_id, ())))
+        return gone

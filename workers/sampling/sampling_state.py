@@ -123,6 +123,8 @@ class SamplingState:
         """Number of sequences that requested log-probabilities of their prompt."""
         self.num_with_processors = 0
         """Number of sequences with logits processors."""
+        self.rejecting: set[int] = set()
+        """Sequences of the last step with drafts that did not keep all tokens that they drew."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 
@@ -188,6 +190,17 @@ class SamplingState:
                 self._grow_tokens(state, position + 1)
             state.tokens[position] = last_tokens[state.row] = token_id
             state.num_tokens = position + 1
+
+    def extend_each(self, counts: Mapping[int, int]) -> None:
+        """Makes each sequence so many tokens longer. The last one is 0, and those before it are undefined."""
+        sequences, last_tokens = self.sequences, self._last_tokens
+        for sequence_id, count in counts.items():
+            state = sequences[sequence_id]
+            end = state.num_tokens + count
+            if end > len(state.tokens):
+                self._grow_tokens(state, end)
+            state.tokens[end - 1] = last_tokens[state.row] = 0
+            state.num_tokens = end
 
     def replace_each(self, token_ids: Mapping[int, int], positions: Mapping[int, int]) -> None:
         """Replaces the newest token of each sequence if it is at the position in `positions`. A sequence that was

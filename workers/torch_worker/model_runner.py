@@ -29,7 +29,7 @@ from manta.workers.platforms import Platform
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.sampling.host_sample import HostSample
 from manta.workers.sampling.pending_draw import PendingDraw, ReadSample
-from manta.workers.sampling.verification import drafts_as_tokens, drafts_of
+from manta.workers.sampling.verification import drafts_as_tokens, draws_of
 from manta.workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 from manta.workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
 
@@ -203,14 +203,14 @@ class ModelRunner:
             return self._pending
         if self.state.num_wanting_prompt_logprobs:
             self._prompt_logprobs(step, hidden, output)
-        if step.sample_points:
-            drafts = drafts_of(step)
+        points, drafts, masks = draws_of(step, masks, self.sequences.overtaken(step))
+        if points:
             with drafts_as_tokens(drafts, self.state):
-                sampled = self._draw(step.sample_points, hidden, masks)
+                sampled = self._draw(points, hidden, masks)
             if sampled is not None:
                 self._drawn = sampled.token_ids
                 send = functools.partial(self._send, sampled)
-                self._pending = PendingDraw(output, self.state, step.sample_points, masks, send, drafts)
+                self._pending = PendingDraw(output, self.state, points, masks, send, drafts)
         return self._pending
 
     def _send(self, sampled: Sampled) -> ReadSample:
