@@ -33,6 +33,8 @@ class RayCluster:
         """Port of the head, which `RAY_ADDRESS` names."""
         self.address = f"http://127.0.0.1:{free_port()}"
         """URL of the dashboard."""
+        self.agent = f"http://127.0.0.1:{free_port()}"
+        """URL of the agent of its node."""
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
         """A command with its arguments."""
@@ -83,8 +85,9 @@ def ray_cluster(num_cpus: int, node_types: dict[str, Any] | None = None) -> Iter
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets lie there, and paths have a limit
     cluster = RayCluster(folder)
     cluster.run("ray", "get-auth-token", "--generate")
-    ports = {"port": cluster.port, "dashboard-agent-listen-port": free_port(), "ray-client-server-port": free_port()}
-    ports["dashboard-port"] = int(cluster.address.rpartition(":")[2])
+    ports = {"port": cluster.port, "ray-client-server-port": free_port()}
+    for name, url in (("dashboard-port", cluster.address), ("dashboard-agent-listen-port", cluster.agent)):
+        ports[name] = int(url.rpartition(":")[2])
     command = ["ray", "start", "--head", "--block", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"]
     command += [f"--{name}={port}" for name, port in ports.items()]
     if node_types is not None:

@@ -164,8 +164,6 @@ def test_pods_have_no_rights_beyond_their_work(folder: pathlib.Path) -> None:
 
 
 EXCUSED = {
-    "CKV_K8S_8": "KubeRay adds the liveness probe",
-    "CKV_K8S_9": "KubeRay adds the readiness probe",
     "CKV_K8S_15": "the image has a version, which is pushed once",
     "CKV_K8S_35": "keys and tokens are variables of the environment",
     "CKV_K8S_38": "the head's account changes the number of workers",
@@ -204,6 +202,40 @@ def test_a_pod_has_time_for_its_drain(folder: pathlib.Path) -> None:
     (_, _, command) = worker["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     (deadline_s,) = map(int, re.findall(r"--deadline-remaining-seconds (\d+)", command))
     assert config.drain_notice_s + config.drain_timeout_s < deadline_s < grace_s
+
+
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+AGENT, PROXY = {"path": "/api/healthz", "port": 52365}, {"path": "/-/healthz", "port": 8000}
+"""What probes ask: Ray's agent on every node, and Serve's proxy where requests arrive. What both answer on a real
+cluster is in `tests/house/test_configs.py`.
+"""
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_every_pod_has_its_own_probes(folder: pathlib.Path) -> None:
+    """A pod gets longer to start, and to answer again, than the busiest machine needs. A drained one gets no request
+    before its ingress refuses them.
+    """
+    head, worker = ([pod["spec"]["containers"][0][name] for name in PROBES] for pod in pods(ray_service(folder)))
+    assert [probe["httpGet"] for probe in head] == [AGENT] * 3
+    assert [probe["httpGet"] for probe in worker] == [AGENT, AGENT, PROXY]
+    for probe in (*head, *worker):
+        assert set(probe) == {"httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold"}
+    for starts, lives, _ in (head, worker):
+        assert starts["periodSeconds"] * starts["failureThreshold"] >= 300
+        assert lives["periodSeconds"] * lives["failureThreshold"] >= 300
+    assert worker[2]["periodSeconds"] * worker[2]["failureThreshold"] < ServeConfig().drain_notice_s
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_workers_of_a_device_are_placed_where_it_is(folder: pathlib.Path) -> None:
+    """By a label of the node and by the resource that they claim; engines of CPUs run anywhere."""
+    _, worker = pods(ray_service(folder))
+    claimed = {name for name in worker["spec"]["containers"][0]["resources"]["limits"] if "/" in name}
+    assert len(claimed) == ("cpu" not in folder.name)
+    assert bool(worker["spec"].get("nodeSelector")) == bool(claimed)
+    if "nvidia.com/gpu" in claimed:
+        assert any(each["key"] == "nvidia.com/gpu" for each in worker["spec"]["tolerations"])
 
 
 @pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)

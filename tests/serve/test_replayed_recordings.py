@@ -68,7 +68,6 @@ def recorded(chooser: random.Random, begun: Opening, ended: set[tuple[int, int]]
 @async_test
 async def test_a_run_goes_on_with_what_is_open(has_stop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "REPLAYED_AT_ONCE", 7)
-    monkeypatch.setattr(recorder, "SEARCHED_AT_ONCE", 7)
     world, meter = World(1, 0), Counting()
     (ingress,) = world.ingresses
     sent: list[EngineRequest] = []

@@ -72,6 +72,12 @@ class Prometheus:
         """
         return self._get("query", query=expression)["result"]
 
+    def query_range(self, expression: str, begin: float, end: float, step_s: float) -> list[dict[str, Any]]:
+        """Returns the series that an expression gives in a range of time (seconds since 1970): each with its labels
+        (`metric`), and with a time and a value every `step_s` seconds where it has one (`values`).
+        """
+        return self._get("query_range", query=expression, start=begin, end=end, step=step_s)["result"]
+
     def active(self) -> list[Active]:
         """Returns the alerts that are pending or fire."""
         return [

@@ -23,15 +23,12 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.local_server import local_server
+from tests.telemetry.panels import DASHBOARDS, GRAFANA, PANELS, filled, legend
 from tests.telemetry.prometheus import COUNTING, Prometheus, hold, need
 
-GRAFANA = pathlib.Path(__file__).resolve().parents[2] / "configs" / "grafana"
-DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(GRAFANA.glob("dashboards/*.json"))}
 GROUPS = yaml.safe_load((GRAFANA.parent / "prometheus" / "rules.yml").read_text())["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
 """Alerts and recorded ratios; `test_alerts.py` evaluates them."""
-PANELS = {f"{name}: {panel['title']}": panel for name, dashboard in DASHBOARDS.items() for panel in dashboard["panels"]}
-"""By where they stand."""
 QUERIES = [
     (f"{place} {target['refId']}", target["expr"]) for place, panel in PANELS.items() for target in panel["targets"]
 ]
@@ -80,11 +77,6 @@ def exposed() -> Exposed:
             found.labels.setdefault(sample.name, []).append(sample.labels)
             found.grows[sample.name] = family.type in COUNTING
     return found
-
-
-def filled(query: str, model: str) -> str:
-    """Returns a query with values in place of Grafana's variables."""
-    return query.replace("$model", model).replace("$__rate_interval", "1m")
 
 
 def parsed(query: str, model: str) -> promql.Expr:
@@ -170,11 +162,6 @@ def held(exposed: Exposed, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     prometheus = hold(tmp_path_factory.mktemp("prometheus"), exposed.families, time.time())
     yield prometheus
     prometheus.stop()
-
-
-def legend(form: str, labels: dict[str, str]) -> str:
-    """Returns what Grafana writes at a series; a label that the series lacks leaves nothing."""
-    return re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), form)
 
 
 @pytest.mark.parametrize("place", PANELS)

@@ -6,20 +6,16 @@ import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
 
-import httpx
 import msgspec
 import pytest
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.patience import PATIENCE_S
 from tests.telemetry import live_alerts
 from tests.telemetry.alert_faults import FAULTS, Impossible, World, check, quick_rules, served
 from tests.telemetry.live_alerts import Outcome, Record, Row, main, observe, table
 from tests.telemetry.prometheus import promtool
 from tests.telemetry.test_alerts import FILE
-from tests.telemetry.test_dashboards import PANELS, filled
 
-OF_OTHERS = ("manta:client_requests_total", "manta:spec_decode_")
-"""Series that a server without API keys and without drafts does not have."""
 GOOD = Row("the disk is full", "MantaErrorBudgetBurnsFast", True, 12.0, 15.0)
 
 
@@ -111,21 +107,6 @@ def world() -> Iterator[World]:
             yield world
     except Impossible as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.prove
-def test_no_panel_of_a_scraped_server_is_empty(world: World) -> None:
-    assert world.ask_with_a_constraint("(ab)+") == 200
-    assert httpx.get(f"{world.server.url}/nothing", trust_env=False).status_code == 404
-    queries = [filled(target["expr"], world.server.model) for panel in PANELS.values() for target in panel["targets"]]
-    empty = [query for query in queries if not any(name in query for name in OF_OTHERS)]
-    assert empty
-
-    def are_all_shown() -> bool:
-        empty[:] = [query for query in empty if not world.prometheus.query(query)]
-        return not empty
-
-    wait_until(are_all_shown, poll_s=1.0)
 
 
 @pytest.mark.prove

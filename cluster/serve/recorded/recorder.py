@@ -26,10 +26,8 @@ from manta.cluster.text.tokenizer import Tokenizer
 ENTRIES_AT_ONCE = 64
 """Recorded entries that a reader turns into events before other tasks get a turn of the event loop."""
 REPLAYED_AT_ONCE = 512
-"""Recorded entries that a run which goes on takes before other tasks get a turn of the event loop."""
-SEARCHED_AT_ONCE = 256
-"""Tokens that a run which goes on searches for stop strings before other tasks get a turn of the event loop. A token
-takes about as long as a recorded entry.
+"""Recorded entries that a run which goes on takes before other tasks get a turn of the event loop, and tokens that it
+searches for stop strings, which take about as long.
 """
 
 
@@ -174,7 +172,7 @@ class Recorder(Recorded):
         if not isinstance(item, Choice) or unread is None:
             self._note_again(prompt, item)
             return
-        for part in parts(unread, SEARCHED_AT_ONCE):
+        for part in parts(unread, REPLAYED_AT_ONCE):
             await self._replaying.take(self.recording.opening.client, max(1, len(part.token_ids)))
             item.unread = part
             self._note_again(prompt, item)
