@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +84,9 @@ async def test_each_adapter_is_there_from_its_load_to_its_unload(tmp_path: pathl
 
 
 @async_test
-async def test_running_streams_keep_the_values_that_a_reload_replaces(tmp_path: pathlib.Path) -> None:
+async def test_running_streams_keep_the_values_that_a_reload_replaces(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with loading(tmp_path, made()) as server:
         assert (await server.load("live", "one")).status_code == 200
         await expect(server, "live", "one")
@@ -92,11 +95,15 @@ async def test_running_streams_keep_the_values_that_a_reload_replaces(tmp_path: 
         streams = [Stream(server, "live") for _ in range(8)]
         await asyncio.gather(*(each.has_begun.wait() for each in streams))
         server.put("two", "one")
+        reading = Reading(server.server.replica.engine.executor)
+        monkeypatch.setattr(server.server.replica.engine.executor, "read_adapter", reading)
         assert (await server.load("live", "one")).status_code == 409
         assert (await server.load("live", "one", load_inplace=True)).status_code == 200
         assert await expect(server, "live", "two") == 0
         assert await expect(server, "live", "two") == 32
         assert await asyncio.gather(*(each.tokens for each in streams)) == [alone] * 8
+        assert reading.count == 1, "requests read no files"
+        assert reading.niceness > own_niceness() or sys.platform != "linux", "steps go before it"
         last = Stream(server, "live")
         await last.has_begun.wait()
         unloading = asyncio.ensure_future(server.unload("live", wait=True))
@@ -348,15 +355,21 @@ async def test_scales_that_cannot_be_are_refused(tmp_path: pathlib.Path) -> None
         assert [each["scale"] for each in listed] == [0, 0]
 
 
+def own_niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) if sys.platform == "linux" else 0
+
+
 class Reading:
-    """Reads adapters as an executor does, and counts those that it reads at a time."""
+    """Reads adapters as an executor does, and counts them, and those that it reads at a time."""
 
     def __init__(self, executor: Any) -> None:
         self._read = executor.read_adapter
-        self._now = self.most = 0
+        self._now = self.most = self.count = self.niceness = 0
 
     def __call__(self, path: str) -> Any:
+        self.niceness = own_niceness()
         self._now += 1
+        self.count += 1
         self.most = max(self.most, self._now)
         try:
             return self._read(path)

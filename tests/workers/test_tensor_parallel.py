@@ -270,6 +270,13 @@ def test_ranks_split_adapters_of_experts_as_they_split_these(two: RankProcesses,
     assert_same_adapted(two, str(base), str(write_adapter(base, tmp_path / "adapter", modules, 5)))
 
 
+@pytest.mark.prove
+def test_ranks_split_adapters_of_absorbed_weights(two: RankProcesses, tmp_path: pathlib.Path) -> None:
+    """By heads, between which each rank has the whole latent vector."""
+    base = folder_of("deepseek_v2")
+    assert_same_adapted(two, str(base), str(write_adapter(base, tmp_path / "adapter", ("kv_b_proj", "q_b_proj"), 4)))
+
+
 def assert_same_adapted(ranks: RankProcesses, folder: str, adapter: str, **options: Any) -> None:
     def ask(llm: LLM) -> Any:
         names = ["ranks", "", "ranks"]

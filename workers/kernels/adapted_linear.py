@@ -44,9 +44,13 @@ class LowRank(NamedTuple):
     def num_bytes(self) -> int:
         return self.a.nbytes + sum(part.b.nbytes for part in self.parts)
 
+    def on(self, device: torch.device) -> LowRank:
+        """Returns the same values on a device, without a copy if they are there."""
+        return LowRank(self.a.to(device), tuple(part._replace(b=part.b.to(device)) for part in self.parts))
 
-class AdaptedLinear(Linear, Protocol):
-    """A linear with the values of adapters, by the adapters' numbers. They may change between steps for numbers that no
+
+class HoldsAdapters(Protocol):
+    """What has the values of adapters, by the adapters' numbers. They may change between steps for numbers that no
     running sequence has.
     """
 
@@ -57,6 +61,10 @@ class AdaptedLinear(Linear, Protocol):
     def drop(self, number: int) -> None:
         """Forgets the values of an adapter; harmless if there are none."""
         ...
+
+
+class AdaptedLinear(Linear, HoldsAdapters, Protocol):
+    """A linear with adapters."""
 
 
 @runtime_checkable
@@ -84,14 +92,15 @@ def adapt(linear: Linear, adapting: LinearAdapting) -> tuple[Linear, AdaptedLine
 
 
 class TorchAdaptedLinear:
-    """The linear with adapters by torch alone."""
+    """The linear with adapters by torch alone, on `device`."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, device: torch.device | None = None) -> None:
         self._linear = linear
+        self._device = torch.device("cpu") if device is None else device
         self._held: dict[int, LowRank] = {}
 
     def hold(self, number: int, low_rank: LowRank) -> None:
-        self._held[number] = low_rank
+        self._held[number] = low_rank.on(self._device)
 
     def drop(self, number: int) -> None:
         self._held.pop(number, None)
@@ -105,7 +114,7 @@ class TorchAdaptedLinear:
             low_rank = self._held.get(number)
             if low_rank is None:
                 continue
-            rows = torch.from_numpy(adapted.rows[first : first + count]).long()
+            rows = torch.from_numpy(adapted.rows[first : first + count]).long().to(self._device)
             products = x[rows].float() @ low_rank.a.float().T
             for part in low_rank.parts:
                 rank, num_outputs = part.b.shape

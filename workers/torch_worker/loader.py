@@ -519,9 +519,8 @@ class WeightLoader:
 
     @property
     def _reader(self) -> PartReader:
-        return PartReader(
-            self._adapted, self._plain_linear, self._dense, self._norm, self._tensor, self._sinks, self._placed
-        )
+        read = self._adapted, self._plain_linear, self._dense, self._norm, self._tensor, self._sinks, self._placed
+        return PartReader(*read, self._bank)
 
     def _dense(self, spec: LinearSpec) -> torch.Tensor:
         return self.linears.read(spec, shapes_only=False).dense()
@@ -548,7 +547,7 @@ class WeightLoader:
             )
         )
         if bank is not None:
-            linear = bank.around(linear, spec, self.linears.stored(spec))
+            linear = bank.around(linear, spec)
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
         self._checkpoint.release()

@@ -20,6 +20,7 @@ from manta.cluster.serve.adapters.adapter_intake import read_within, refusing, r
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
 from manta.cluster.serve.engine.step_thread import StepThread
 from manta.cluster.serve.starting.start_failure import in_words
+from manta.structured.low_priority import lower_priority
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.workers.adapters.adapter_copies import AdapterCopies
@@ -55,8 +56,10 @@ class ReplicaAdapters:
         self._loading: dict[str, float] = {}
         """Digests of adapters that were read lately, each with the time until which they stay, by `time.monotonic`."""
         self._following: asyncio.Task[None] | None = None
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        """Reads one adapter at a time, so that requests for many of them do not fill the memory."""
+        self._reader = ThreadPoolExecutor(1, "adapters", lower_priority)
+        """Reads one adapter at a time, so that requests for many of them do not fill the memory, and behind the steps,
+        which would wait for the core that it takes.
+        """
 
     def close(self) -> None:
         """Ends the thread that reads adapters, after the one that it reads."""
