@@ -12,9 +12,8 @@ from collections.abc import Collection
 
 import msgspec
 
-from manta.cluster.engine.adapter_table import AppliedAdapter
 from manta.cluster.errors import ServingError, error_of, refuse
-from manta.cluster.http.exchange.chosen_adapter import scaled_adapter
+from manta.cluster.http.exchange.chosen_adapter import names_of, scaled_adapters
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
@@ -147,8 +146,7 @@ async def scales(state: AppState, exchange: Exchange, _: None) -> list[ScaledAda
     await of_model.refresh_adapters()
     loaded, configured = of_model.loaded_adapters, of_model.config.engine.adapters
     paths = configured if loaded is None else {**configured, **loaded.paths}
-    applied = None if loaded is None else loaded.applied
-    of_names = {} if applied is None else {applied.name: applied.scale}
+    of_names = {} if loaded is None else {each.name: each.scale for each in loaded.applied}
     return [
         ScaledAdapter(id=number, name=name, path=paths[name], scale=of_names.get(name, 0.0))
         for number, name in enumerate(of_model.admission.names.adapters)
@@ -161,9 +159,9 @@ async def set_scales(state: AppState, exchange: Exchange, body: list[AdapterScal
             cause, remedy = "this server changes no adapters over HTTP", "set engine.adapter_roots"
             refuse("not_allowed", remedy=remedy, cause=cause)
         await of_model.refresh_adapters()
-        name, scale = scaled_adapter(of_model, body, "", None)
-        exchange.adapter = name
-        await of_model.loaded_adapters.apply(AppliedAdapter(name, scale) if name else None)
+        applied = scaled_adapters(of_model, body, "", None)
+        exchange.adapter = names_of(applied)
+        await of_model.loaded_adapters.apply(applied)
         return ScalesSet()
 
 
