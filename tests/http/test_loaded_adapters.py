@@ -389,7 +389,7 @@ async def test_several_adapters_act_together_as_in_peft(
             assert (await server.client.post("/lora-adapters", json=TOGETHER)).status_code == 200
             assert await tokens() == expected[0]
             await until(lambda: len(lines) == 2)
-        assert [line.get("adapter") for line in lines] == ["wide+first+one"] * 2
+        assert [line.get("adapter") for line in lines] == ["first+one+wide"] * 2
         assert reading.count == 0, "it is held"
         listed = (await server.client.get("/lora-adapters")).json()
         assert [each["scale"] for each in listed] == [-0.3, 1.1, 0.5]

@@ -25,6 +25,7 @@ from tests.checkpoints import checkpoint, reference_greedy
 from tests.converted_gguf import convert
 from tests.gguf_files import interleaved, write_gguf
 from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
+from tests.workers.test_gguf_architectures import original
 from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 12
@@ -56,8 +57,12 @@ MIXERS: dict[str, Any] = {
 BESIDE_EXPERTS: dict[str, tuple[str, ...]] = {
     "qwen3_next": tuple(f"shared_expert.{each}_proj" for each in ("gate", "up", "down")),
     "deepseek_v2": tuple(f"{where}.{each}_proj" for where in ("0.mlp", "shared_experts") for each in ("gate", "down")),
+    "qwen3_5_moe": ("shared_expert_gate", "shared_expert.down_proj"),
+    "gemma4": ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "q_proj"),
+    "zamba": ("shared_transf.self_attn.q_proj", "shared_transf.feed_forward.down_proj", "linear"),
+    "zamba2": ("self_attn.q_proj", "gate_up_proj", "down_proj", "linear"),
 }
-"""Modules of dense MLPs and of shared experts, by the ends of their names."""
+"""Modules of dense MLPs, of shared experts with their gates, and of what layers share, by the ends of their names."""
 LATENT = {
     "deepseek_v2 without a query rank": ("kv_b_proj", "q_proj"),
     "deepseek_v3": ("kv_b_proj",),
@@ -294,11 +299,12 @@ def test_files_of_llamacpps_converter(family: str, tmp_path: pathlib.Path) -> No
 
 
 HYBRIDS = {
-    "granite_hybrid": ("in_proj", "out_proj", "q_proj", "v_proj", "o_proj"),
-    "qwen3_next": ("in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"),
-    "deepseek_v2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "granitehybrid": ("in_proj", "out_proj", "q_proj", "v_proj", "o_proj"),
+    "qwen3next": ("in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"),
+    "deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "mamba": ("in_proj", "x_proj", "out_proj"),
     "nemotron_h": ("in_proj", "out_proj", "q_proj", "o_proj"),
+    "jamba": ("in_proj", "x_proj", "out_proj", "q_proj", "o_proj"),
 }
 """Modules of models with recurrent states or latent attention that llama.cpp's converter keeps in one piece."""
 
@@ -307,7 +313,7 @@ HYBRIDS = {
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_files_of_llamacpps_converter_for_other_mixers(case: str, tmp_path: pathlib.Path) -> None:
     """Over the checkpoint and over a GGUF file of it."""
-    base = folder_of(case)
+    base = original(case)
     adapter = write_adapter(base, tmp_path / "adapter", HYBRIDS[case], 4)
     config = json.loads((base / "config.json").read_text())
     name = converted_hybrids.name_of(config)
@@ -433,7 +439,7 @@ def test_a_draft_model_has_no_adapter_and_its_target_has() -> None:
     adapters.add("slight", 11, r=2, lora_alpha=1)
     adapters.add("strong", 12)
     names = ["slight", "", "strong", "slight"]
-    llm = make_llm(adapters, speculative={"proposers": ["draft"], "draft_model": str(adapters.base)})
+    llm = make_llm(adapters, speculative={"proposers": ["draft"], "draft_model": str(adapters.base), "adaptive": False})
     assert tokens(llm, names) == [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in names]
     drafts = llm.engine.stats().drafts
     assert 0 < sum(drafts.accepted["draft"]) < sum(drafts.drafted["draft"])

@@ -23,6 +23,7 @@ from manta.workers.kernels.adapted_linear import (
     LinearAdapting,
     LowRank,
     LowRankPart,
+    TorchAdaptedLinear,
     adapt,
 )
 from manta.workers.kernels.weights import Linear
@@ -122,6 +123,12 @@ class AdapterBank:
         around, adapted = adapt(linear, self._adapting)
         self._places.append(AdapterPlace(spec, adapted))
         return around
+
+    def around_plain(self, linear: Linear, spec: LinearSpec) -> Linear:
+        """Does what `around` does for a linear of float32 on any device, with torch."""
+        adapted = TorchAdaptedLinear(linear)
+        self.beside(adapted, spec)
+        return adapted
 
     def beside(self, adapters: HoldsAdapters, spec: LinearSpec) -> None:
         """Gives `adapters` those of a linear that is no object, whose description is `spec`."""

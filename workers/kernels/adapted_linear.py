@@ -92,15 +92,14 @@ def adapt(linear: Linear, adapting: LinearAdapting) -> tuple[Linear, AdaptedLine
 
 
 class TorchAdaptedLinear:
-    """The linear with adapters by torch alone, on `device`."""
+    """The linear with adapters by torch alone, on any device."""
 
-    def __init__(self, linear: Linear, device: torch.device | None = None) -> None:
+    def __init__(self, linear: Linear) -> None:
         self._linear = linear
-        self._device = torch.device("cpu") if device is None else device
         self._held: dict[int, LowRank] = {}
 
     def hold(self, number: int, low_rank: LowRank) -> None:
-        self._held[number] = low_rank.on(self._device)
+        self._held[number] = low_rank
 
     def drop(self, number: int) -> None:
         self._held.pop(number, None)
@@ -114,7 +113,9 @@ class TorchAdaptedLinear:
             low_rank = self._held.get(number)
             if low_rank is None:
                 continue
-            rows = torch.from_numpy(adapted.rows[first : first + count]).long().to(self._device)
+            if low_rank.a.device != x.device:
+                low_rank = self._held[number] = low_rank.on(x.device)
+            rows = torch.from_numpy(adapted.rows[first : first + count]).long().to(x.device)
             products = x[rows].float() @ low_rank.a.float().T
             for part in low_rank.parts:
                 rank, num_outputs = part.b.shape

@@ -71,9 +71,7 @@ class CudaPlatform:
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
         self.adapting: Callable[[], LinearAdapting] | None = lambda: lambda linear: TritonAdaptedLinear(linear, device)
-        self.expert_adapting: Callable[[], LinearAdapting] | None = lambda: (
-            lambda linear: TorchAdaptedLinear(linear, device)
-        )
+        self.expert_adapting: Callable[[], LinearAdapting] | None = lambda: TorchAdaptedLinear
         self._group: NcclGroup | None = None
         self._has_experts = False
         self.graph_layouts: tuple[Layout, ...] = ()

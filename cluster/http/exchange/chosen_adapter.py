@@ -40,8 +40,9 @@ async def chosen_adapter(
 def scaled_adapters(
     state: AppState, scales: Sequence[AdapterScale], field: str, caller: Caller | None
 ) -> list[AppliedAdapter]:
-    """Returns the adapters whose scale is not 0. An id is a place in the model's list of adapters. Refuses ids that are
-    none, or that a `caller` may not use, and several adapters together where engines keep none.
+    """Returns the adapters whose scale is not 0, in the order of their ids, which are places in the model's list of
+    adapters. Refuses ids that are none, or that a `caller` may not use, and several adapters together where engines
+    keep none.
     """
     names = state.admission.names
     usable = {
@@ -50,7 +51,8 @@ def scaled_adapters(
     for place, each in enumerate(scales):
         if each.id not in usable:
             refuse("unknown_value", f"{field}[{place}].id", each.id, tuple(usable) or "none, for there is no adapter")
-    found = [AppliedAdapter(usable[each.id], each.scale) for each in all_scaled(scales, field)]
+    ordered = sorted(all_scaled(scales, field), key=lambda each: each.id)
+    found = [AppliedAdapter(usable[each.id], each.scale) for each in ordered]
     if len(found) > 1 and state.loaded_adapters is None:
         cause, remedy = "this server has one adapter at a time", "set engine.adapter_roots"
         refuse("unsupported", field or None, remedy=remedy, cause=cause)
