@@ -55,7 +55,7 @@ def scaled_adapters(
     found = [AppliedAdapter(usable[each.id], each.scale) for each in ordered]
     if len(found) > 1 and state.loaded_adapters is None:
         cause, remedy = "this server has one adapter at a time", "set engine.adapter_roots"
-        refuse("unsupported", field or None, remedy=remedy, cause=cause)
+        refuse("unsupported", field, remedy=remedy, cause=cause)
     return found
 
 

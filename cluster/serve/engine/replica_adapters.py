@@ -64,7 +64,7 @@ class ReplicaAdapters:
         engine.adapters.find = self._find
         self._copies = AdapterCopies(registry.server, config.max_adapter_bytes)
         self._lock = threading.Lock()
-        """Lock of what several threads change: `_table` and `_loading`."""
+        """Lock of what several threads change: the table, and what is known of adapters."""
         self._table = AdapterTable()
         """The latest table that was read."""
         self._loading: dict[str, float] = {}
@@ -225,7 +225,7 @@ class ReplicaAdapters:
         try:
             path = combined_path([CombinedPart(self._path_of(key.digest), *key) for key in keys])
             return read_within(self._config, path, self._engine.executor.read_adapter, self._num_fixed_bytes, "lora")
-        except OtherValues as error:
+        except (OtherValues, OSError) as error:
             raise _gone(text_of(keys)) from error
         except ModelError as error:
             refuse("unfit", "lora", cause=str(error))
