@@ -187,7 +187,9 @@ def test_streams_that_lose_their_ingress_have_the_values_that_they_began_with(ad
     with concurrent.futures.ThreadPoolExecutor(len(clients)) as pool:
         reading = [pool.submit(client.read) for client in clients]
         wait_until(lambda: all(client.history.events for client in clients))
-        running_below(None, INGRESS)[0].kill()
+        victim = running_below(None, INGRESS)[0]
+        victim.kill()
+        victim.wait(PATIENCE_S)  # until then its socket takes connections, and resets them
         address.put("later")
         address.load(load_inplace=True)
         running_below(None, ENGINE)[0].kill()

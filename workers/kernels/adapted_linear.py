@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linear_protocol import Linear
 from manta.workers.kernels.linears import GatedLinear
-from manta.workers.kernels.weights import Linear
 
 MOST_ADAPTERS = 1024
 """Most adapters that a model holds. Each of its linears has a table of so many entries, of 24 bytes on CPUs."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.weights import Linear
+from manta.workers.kernels.linear_protocol import Linear
 
 
 class TorchLinear:
