@@ -171,18 +171,22 @@ class ReplicaAdapters:
         keys = self._together.get(digest)
         if keys is not None:
             return self._read_together(keys)
-        if digest not in self._table.needed(time.time()):
+        if not self._is_needed(digest):
             self._read_table()
         adapter = self._read_copy(digest)
         if adapter is None:
             raise _gone(digest)
         return adapter
 
+    def _is_needed(self, digest: str) -> bool:
+        """Returns whether the table that was read last keeps the values with a digest."""
+        return digest in self._table.needed(time.time())
+
     def _read_copy(self, digest: str) -> ReadAdapter | None:
         """Returns the adapter with these values: from the copy here, or from the folder that an operator named. None if
         they are in neither, or if nothing needs them.
         """
-        if digest not in self._table.needed(time.time()):
+        if not self._is_needed(digest):
             return None
         copy, path = self._copies.find(digest), self._table.path_of(digest)
         folders = [copy] if copy is not None else []
@@ -235,10 +239,10 @@ class ReplicaAdapters:
         for each in self._engine.model.adapters.values():
             if each.digest == digest:
                 return each.path
-        if digest not in self._table.needed(time.time()):
+        if not self._is_needed(digest):
             self._read_table()
         path = self._copies.find(digest) or self._table.path_of(digest)
-        if path is None or digest not in self._table.needed(time.time()):
+        if path is None or not self._is_needed(digest):
             raise _gone(digest)
         return str(path)
 
