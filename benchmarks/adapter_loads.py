@@ -21,14 +21,15 @@ from typing import NamedTuple
 
 from benchmarks.report import in_turns, markdown_head, markdown_row, ratio_of
 from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.low_priority import lower_priority
 from manta.workers.adapters.adapter_copies import AdapterCopies
 from manta.workers.cache_folder import cache_entry
 from manta.workers.ranks.rank_worker import ReadAdapter
 
 PROMPT_TOKENS = 16
 WARM_UP_STEPS = 3
-STEPS = 60
-"""Steps of a turn, for a load takes as long as several."""
+STEPS = 30
+"""Steps of a turn. A load takes as long as several of 32 rows, and as long as ten of one row."""
 WITHOUT, DURING = "without loads", "during loads"
 
 
@@ -46,7 +47,7 @@ class Loads:
         self._folders = itertools.cycle(folders)
         self._name = secrets.token_hex(16)
         self._copies = AdapterCopies(self._name, max_bytes)
-        self._reader = ThreadPoolExecutor(1)
+        self._reader = ThreadPoolExecutor(1, "adapters", lower_priority)
         self._reading: Future[ReadAdapter] | None = None
         self.num_held = 0
 
@@ -84,8 +85,9 @@ def measure_loads(
     """Prints the longest steps, for batches of some numbers of rows."""
     most = max(1, sum(_bytes_of(folder) for folder in folders) // 2)  # half of them have to leave again and again
     columns = "ms a step, median", "longest without loads", "longest during loads", "loads a turn", "ratio (95%)"
-    markdown_head("weights", "rows", *columns)
-    for weights in options.weights.split(","):
+    markdown_head("weights", "rows", *columns, "pairs")
+    kinds = options.weights.split(",")
+    for weights in kinds:
         roots = tuple({str(pathlib.Path(each).parent) for each in folders})
         llm = LLM(
             str(model),
@@ -101,7 +103,8 @@ def measure_loads(
                     WITHOUT: functools.partial(_turn, llm, count, None),
                     DURING: functools.partial(_turn, llm, count, loads),
                 }
-                turns = in_turns(sides, options.turns, f"{weights}, {count} rows, loads")
+                limit_s = options.seconds / (len(kinds) * len(counts))
+                turns = in_turns(sides, options.turns, f"{weights}, {count} rows, loads", limit_s)
                 longest = {side: [each.longest_s for each in of_side] for side, of_side in turns.items()}
                 times = (
                     statistics.median(each.median_s for each in turns[WITHOUT]),
@@ -109,7 +112,8 @@ def measure_loads(
                 )
                 num_loads = statistics.median(each.num_loads for each in turns[DURING])
                 ratio = ratio_of(longest[DURING], longest[WITHOUT])
-                markdown_row(weights, count, *(f"{each * 1e3:.2f}" for each in times), f"{num_loads:g}", ratio)
+                figures = (*(f"{each * 1e3:.2f}" for each in times), f"{num_loads:g}", ratio)
+                markdown_row(weights, count, *figures, len(longest[DURING]))
 
 
 def _bytes_of(folder: str) -> int:

@@ -1,5 +1,6 @@
-"""`manta bench adapters`: what LoRA adapters cost a decode step, in turns with an engine that has none, and how much
-longer the longest step is while adapters are loaded (`adapter_loads.py`), which comes first.
+"""`manta bench adapters`: what LoRA adapters cost a decode step, in turns with an engine that has none, how much longer
+the longest step is while adapters are loaded (`adapter_loads.py`), and the same steps in turns with vLLM
+(`adapter_peer.py`). Each part ends within `--seconds` and what its engines take to start, with as many turns as fit.
 
 Two engines take turns: one without adapters, and one that holds all of them. In the second one, turns differ in the
 adapters that the requests name, or they name none. Rows have adapters in turn, so that a batch has as many different
@@ -27,7 +28,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.adapter_loads import measure_loads
+from benchmarks.adapter_peer import measure_peer
 from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.peers import add_python_options, pythons_of
+from benchmarks.processes import BenchmarkError
 from benchmarks.report import (
     MIN_PAIRS_FOR_VERDICT,
     TOLERANCE,
@@ -37,6 +41,7 @@ from benchmarks.report import (
     markdown_head,
     markdown_row,
     ratio_of,
+    say_failure,
 )
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.memory import weight_bytes
@@ -78,8 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="32,1", help="rows of a step (default: 32,1)")
     parser.add_argument("--turns", type=int, default=MIN_PAIRS_FOR_VERDICT)
     parser.add_argument("--steps", type=int, default=12, help="steps of a turn (default: 12)")
-    parser.add_argument("--parts", default="steps,loads", help="what is measured (default: steps,loads)")
+    parser.add_argument("--seconds", type=float, default=100.0, help="longest time of a part's turns (default: 100)")
+    parser.add_argument("--parts", default="steps,loads", help="some of steps, loads and vllm (default: steps,loads)")
+    add_python_options(parser, "vllm")
     options = parser.parse_args(arguments)
+    try:
+        pythons = pythons_of(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if "vllm" in options.parts and not pythons:
+        parser.error("the part vllm needs --vllm-python, the Python that vLLM is installed in")
     model = pathlib.Path(options.model or benchmark_checkpoint("qwen2.5-0.5b"))
     print(machine(), file=sys.stderr)
     rows = [int(each) for each in options.rows.split(",")]
@@ -87,31 +100,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = {what: _make(model, pathlib.Path(folder), what, options.num_adapters, options.rank) for what in TARGETS}
         if "loads" in options.parts:
             measure_loads(model, [*names["all linears"].values()], rows, options)
-        if "steps" not in options.parts:
-            return 0
-        folders = {name: path for of_what in names.values() for name, path in of_what.items()}
-        columns = "ms a step without", "with", "ratio (95%)", "bytes leave", "operations leave", "of the floor", "bar"
-        markdown_head("weights", "adapters on", "rows", *columns)
-        for weights in options.weights.split(","):
-            plain, adapting = (
-                LLM(str(model), dtype="bfloat16", weights=weights, adapters=each, kv_cache_bytes=256 << 20)
-                for each in ({}, folders)
-            )
-            for count in rows:
-                _measure(plain, adapting, model, {what: list(each) for what, each in names.items()}, count, options)
-            del plain, adapting
+        if "steps" in options.parts:
+            _measure_steps(model, names, rows, options)
+        if "vllm" in options.parts:
+            try:
+                measure_peer(model, names, rows, pythons, options)
+            except BenchmarkError as error:
+                say_failure(f"manta bench: {error}")
+                return 1
     return 0
 
 
+def _measure_steps(
+    model: pathlib.Path, names: dict[str, dict[str, str]], counts: Sequence[int], options: argparse.Namespace
+) -> None:
+    """Prints what adapters cost a step, for batches of some numbers of rows. `names` has the folders of adapters by
+    what they change and by name.
+    """
+    folders = {name: path for of_what in names.values() for name, path in of_what.items()}
+    columns = "ms a step without", "with", "ratio (95%)", "bytes leave", "operations leave", "of the floor", "bar"
+    markdown_head("weights", "adapters on", "rows", *columns)
+    kinds = options.weights.split(",")
+    limit_s = options.seconds / (len(kinds) * len(counts))
+    for weights in kinds:
+        plain, adapting = (
+            LLM(str(model), dtype="bfloat16", weights=weights, adapters=each, kv_cache_bytes=256 << 20)
+            for each in ({}, folders)
+        )
+        for count in counts:
+            of_rows = {what: [*each] for what, each in names.items()}
+            _measure(plain, adapting, model, of_rows, count, options, limit_s)
+        del plain, adapting
+
+
 def _measure(
-    plain: LLM, adapting: LLM, model: pathlib.Path, names: dict[str, list[str]], count: int, options: argparse.Namespace
+    plain: LLM,
+    adapting: LLM,
+    model: pathlib.Path,
+    names: dict[str, list[str]],
+    count: int,
+    options: argparse.Namespace,
+    limit_s: float,
 ) -> None:
     weights = plain.config.weights
     of_rows = {CONFIGURED: [""] * count}
     of_rows |= {what: [each[row % len(each)] for row in range(count)] for what, each in names.items()}
     sides = {what: functools.partial(_step_seconds, adapting, each, options.steps) for what, each in of_rows.items()}
     sides |= {"": functools.partial(_step_seconds, plain, [""] * count, options.steps)}
-    seconds = in_turns(sides, options.turns, f"{weights}, {count} rows")
+    seconds = in_turns(sides, options.turns, f"{weights}, {count} rows", limit_s)
     base = weight_bytes(model, "bfloat16", load_model_config(model), weights)
     base_in_dtype = weight_bytes(model, "bfloat16", load_model_config(model))
     for what in of_rows:
@@ -122,7 +158,9 @@ def _measure(
         floor = min(of_bytes, of_operations)
         times = (f"{statistics.median(seconds[each]) * 1e3:.2f}" for each in ("", what))
         shares = (f"{share:.3f}" for share in (of_bytes, of_operations, ratio.median / floor))
-        markdown_row(weights, what, count, *times, ratio, *shares, _verdict(what, count, ratio, floor, options.turns))
+        markdown_row(
+            weights, what, count, *times, ratio, *shares, _verdict(what, count, ratio, floor, len(seconds[""]))
+        )
 
 
 def _verdict(what: str, count: int, ratio: Ratio, floor: float, num_turns: int) -> str:

@@ -66,17 +66,19 @@ class MantaEngine:
             max_num_sequences=options["max_num_sequences"],
             weights=options["weights"],
             exact=options["exact"],
+            **({"adapters": options["adapters"]} if options["adapters"] else {}),
         )
         self.steps = StepLog()
         self.llm.engine.step = self.steps.watch(self.llm.engine.step, lambda updates: updates)
 
-    def generate(self, prompts, max_tokens, sampling, schema):
+    def generate(self, prompts, max_tokens, sampling, schema, adapters):
         if schema is not None:
             constraint = self.make_constraint(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
             sampling = {**sampling, "constraint": constraint}
         params = [self.make_params(ignore_eos=schema is None, max_tokens=each, **sampling) for each in max_tokens]
+        named = {"adapter": adapters} if adapters else {}
         started = self.steps.restart()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, **named)
         return time.perf_counter() - started, outputs
 
     def resident_kv_bytes(self):
@@ -101,13 +103,28 @@ class VllmEngine:
             max_num_seqs=options["max_num_sequences"],
             structured_outputs_config={"backend": "guidance", "disable_any_whitespace": True},
             disable_log_stats=True,
+            **self._lora_options(options["adapters"]),
         )
         self.kv_cache_bytes = options["kv_cache_bytes"]
         self.steps = StepLog()
         core = self.llm.llm_engine.engine_core
         core.get_output = self.steps.watch(core.get_output, lambda answer: answer.outputs)
 
-    def generate(self, prompts, max_tokens, sampling, schema):
+    def _lora_options(self, folders):
+        """Room for all adapters in one batch, which switches vLLM's compilation off."""
+        self.adapters = {}
+        if not folders:
+            return {}
+        from vllm.lora.request import LoRARequest
+
+        most_rank = 0
+        for number, (name, folder) in enumerate(folders.items()):
+            self.adapters[name] = LoRARequest(name, number + 1, folder)
+            with open(os.path.join(folder, "adapter_config.json")) as file:
+                most_rank = max(most_rank, json.load(file)["r"])
+        return {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": most_rank}
+
+    def generate(self, prompts, max_tokens, sampling, schema, adapters):
         if schema is not None:
             from vllm.sampling_params import StructuredOutputsParams
 
@@ -115,7 +132,8 @@ class VllmEngine:
         params = [self.make_params(ignore_eos=schema is None, max_tokens=each, **sampling) for each in max_tokens]
         wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
         started = self.steps.restart()
-        outputs = self.llm.generate(wrapped, params, use_tqdm=False)
+        requests = [self.adapters.get(name) for name in adapters] or None
+        outputs = self.llm.generate(wrapped, params, use_tqdm=False, lora_request=requests)
         return time.perf_counter() - started, outputs
 
     def resident_kv_bytes(self):
@@ -144,7 +162,7 @@ class LlamaCppEngine:
         self.server = xllamacpp.Server(params)
         self.steps = StepLog()
 
-    def generate(self, prompts, max_tokens, sampling, schema):
+    def generate(self, prompts, max_tokens, sampling, schema, adapters):
         """The steps are those that the request that began last tells of: while it decodes, all others do."""
         outputs, told = [None] * len(prompts), []
         common = {"temperature": sampling["temperature"], "ignore_eos": schema is None, "n": sampling["n"]}
@@ -219,7 +237,7 @@ class IkLlamaCppEngine:
             raise RuntimeError("ik_llama.cpp made no context")
         return context
 
-    def generate(self, prompts, max_tokens, sampling, schema):
+    def generate(self, prompts, max_tokens, sampling, schema, adapters):
         if sampling["n"] > 1 or sampling["temperature"] > 0 or schema is not None:
             raise RuntimeError("the loop for ik_llama.cpp is greedy")
         started = self.steps.restart()
@@ -277,7 +295,7 @@ class OpenVinoEngine:
         self.steps = StepLog()
         self.num_requests = 0
 
-    def generate(self, prompts, max_tokens, sampling, schema):
+    def generate(self, prompts, max_tokens, sampling, schema, adapters):
         configs = [self._config(each, sampling, schema) for each in max_tokens]
         tensors = [self.tensor(self.numpy.array([prompt], dtype=self.numpy.int64)) for prompt in prompts]
         started = self.steps.restart()
@@ -346,7 +364,7 @@ def serve(engine, channel):
     for line in sys.stdin:
         message = json.loads(line)
         if message["do"] == "generate":
-            work = (message[name] for name in ("prompts", "max_tokens", "sampling", "schema"))
+            work = (message[name] for name in ("prompts", "max_tokens", "sampling", "schema", "adapters"))
             seconds, outputs = engine.generate(*work)
             lengths = [len(choice.token_ids) for out in outputs for choice in out.outputs]
             answer = {"seconds": seconds, "lengths": lengths, "steps": engine.steps.steps}

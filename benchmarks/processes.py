@@ -59,6 +59,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Manta's option of this name."""
     exact: bool = False
     """Manta's option of this name."""
+    adapters: dict[str, str] = {}
+    """Folders of the LoRA adapters that Manta and vLLM hold, by name."""
 
 
 class Timing(NamedTuple):
@@ -266,6 +268,7 @@ class EngineProcess(Child):
             "max_num_sequences": max_num_sequences,
             "weights": setup.weights,
             "exact": setup.exact,
+            "adapters": setup.adapters,
         }
         super().__init__(
             child_command(engine, setup, options), environment_of(engine, setup), checkout_of(engine, setup)
@@ -284,13 +287,14 @@ class EngineProcess(Child):
         n: int = 1,
         temperature: float = 0.0,
         schema: Mapping[str, Any] | None = None,
+        adapters: Sequence[str] = (),
     ) -> Timing:
         """Generates `n` choices for each prompt past end-of-sequence tokens, or up to the end of what `schema` allows.
-        `max_tokens` is the same for all prompts, or each prompt's.
+        `max_tokens` is the same for all prompts, or each prompt's. `adapters` are the names of each prompt's.
         """
         each = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         work = {"prompts": prompts, "max_tokens": each, "sampling": {"n": n, "temperature": temperature}}
-        answer = self._ask({"do": "generate", **work, "schema": schema})
+        answer = self._ask({"do": "generate", **work, "schema": schema, "adapters": list(adapters)})
         steps, lengths = [(seconds, rows) for seconds, rows in answer["steps"]], tuple(answer["lengths"])
         return Timing(answer["seconds"], sum(lengths), steps, answer["num_cached"], lengths)
 

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
 import pathlib
 import platform
@@ -16,6 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -301,12 +303,17 @@ def turns(count: int, what: str) -> Iterator[int]:
             bar.update()
 
 
-def in_turns(sides: Mapping[str, Callable[[int], T]], count: int, what: str) -> dict[str, list[T]]:
+def in_turns(
+    sides: Mapping[str, Callable[[int], T]], count: int, what: str, limit_s: float = math.inf
+) -> dict[str, list[T]]:
     """Returns the results of each side for turns 1 to `count`. Turn 0 warms up; each turn reverses the order of the
-    sides.
+    sides. After `limit_s` seconds no other turn begins, but there is one at least.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
+    started = time.perf_counter()
     for number in turns(count + 1, what):
+        if number > 1 and time.perf_counter() - started > limit_s:
+            break
         for name in reversed(sides) if number % 2 else sides:
             answer = sides[name](number)
             if number:

@@ -92,6 +92,13 @@ class Adapters:
         self._model.set_adapter(name)
         return _generated(self._model, prompt, num_tokens)
 
+    def together(self, scales: dict[str, float]) -> str:
+        """Makes PEFT's combination of adapters, each multiplied by a scale, and returns its name."""
+        name = "-".join(f"{adapter} {scale:g}".replace(".", "_") for adapter, scale in scales.items())
+        if name not in self._model.peft_config:
+            self._model.add_weighted_adapter([*scales], [*scales.values()], name, combination_type="cat")
+        return name
+
     def merged_greedy(self, prompt: list[int], name: str, num_tokens: int) -> list[int]:
         """The greedy continuation of the model into which an adapter is merged."""
         import peft

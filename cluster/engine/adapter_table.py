@@ -7,7 +7,7 @@ One table is the truth for all ingresses and engines of a model. Each change mak
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
 
 
 class AppliedAdapter(msgspec.Struct, frozen=True):
-    """The adapter of requests that name the model itself."""
+    """An adapter of requests that name the model itself."""
 
     name: str
     scale: float
@@ -38,8 +38,8 @@ class AdapterTable(msgspec.Struct, frozen=True):
     """The adapters by name."""
     replaced: dict[str, float] = {}
     """Digests of earlier values, each with the time until which streams may need them, in seconds since 1970."""
-    applied: AppliedAdapter | None = None
-    """A loaded adapter, or one of the configuration; None if requests that name the model have none."""
+    scaled: tuple[AppliedAdapter, ...] = ()
+    """The adapters, loaded ones or those of the configuration, of requests that name the model."""
 
     @property
     def digests(self) -> frozenset[str]:
@@ -62,8 +62,9 @@ class AdapterTable(msgspec.Struct, frozen=True):
         replaced = {digest: until for digest, until in self.replaced.items() if until > now}
         replaced |= dict.fromkeys(self.digests, now + keep_s)
         kept = {digest: until for digest, until in replaced.items() if digest not in digests}
-        is_unloaded = self.applied is not None and self.applied.name in self.loaded.keys() - loaded.keys()
-        return AdapterTable(self.version + 1, dict(loaded), kept, None if is_unloaded else self.applied)
+        unloaded = self.loaded.keys() - loaded.keys()
+        scaled = tuple(each for each in self.scaled if each.name not in unloaded)
+        return AdapterTable(self.version + 1, dict(loaded), kept, scaled)
 
     def keeping(self, used: Collection[str], now: float, keep_s: float) -> AdapterTable:
         """Returns the next table, in which replaced values that requests use stay for at least `keep_s` seconds more;
@@ -75,6 +76,6 @@ class AdapterTable(msgspec.Struct, frozen=True):
         replaced = self.replaced | dict.fromkeys(late, now + keep_s)
         return msgspec.structs.replace(self, version=self.version + 1, replaced=replaced)
 
-    def applying(self, applied: AppliedAdapter | None) -> AdapterTable:
-        """Returns the next table, in which requests that name the model have another adapter."""
-        return msgspec.structs.replace(self, version=self.version + 1, applied=applied)
+    def applying(self, scaled: Sequence[AppliedAdapter]) -> AdapterTable:
+        """Returns the next table, in which requests that name the model have other adapters."""
+        return msgspec.structs.replace(self, version=self.version + 1, scaled=tuple(scaled))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from manta.cluster.engine.kv_blocks import HASH_BYTES
-from manta.workers.adapter_key import AdapterKey
+from manta.workers.adapter_key import keys_of
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import TokenLogprobs
 
@@ -128,9 +128,10 @@ def chain_root(cache_root: bytes, adapter: str) -> bytes:
     """
     if not adapter:
         return cache_root
-    key = AdapterKey.of(adapter)
-    scale = b"" if key.scale == 1 else struct.pack("<d", key.scale)
-    return hashlib.blake2b(cache_root + bytes.fromhex(key.digest) + scale, digest_size=HASH_BYTES).digest()
+    root = cache_root
+    for key in keys_of(adapter):
+        root += bytes.fromhex(key.digest) + (b"" if key.scale == 1 else struct.pack("<d", key.scale))
+    return hashlib.blake2b(root, digest_size=HASH_BYTES).digest()
 
 
 class Branch(NamedTuple):

@@ -14,6 +14,8 @@ from manta.cluster.errors import refuse
 
 MOST_SCALE = 1e6
 """Highest absolute scale."""
+MOST_TOGETHER = 8
+"""Most adapters that act together in a request. Their ranks add up."""
 
 
 class AdapterScale(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,11 +29,11 @@ class AdapterScale(msgspec.Struct, forbid_unknown_fields=True):
     """Factor on what it adds, beside the adapter's own."""
 
 
-def only_scaled(scales: Sequence[AdapterScale], field: str) -> AdapterScale | None:
-    """Returns the only adapter whose scale is not 0; None if there is none. `field` is the list's field of the body;
-    empty for the body itself. Raises `RequestRefused` naming the entry at fault.
+def all_scaled(scales: Sequence[AdapterScale], field: str) -> list[AdapterScale]:
+    """Returns the adapters whose scale is not 0. `field` is the list's field of the body; empty for the body itself.
+    Raises `RequestRefused` naming the entry at fault.
     """
-    found: AdapterScale | None = None
+    found: list[AdapterScale] = []
     seen: set[int] = set()
     for place, each in enumerate(scales):
         if each.id in seen:
@@ -39,8 +41,8 @@ def only_scaled(scales: Sequence[AdapterScale], field: str) -> AdapterScale | No
             refuse("not_allowed", f"{field}[{place}].id", each.id, remedy=remedy, cause=cause)
         seen.add(each.id)
         if each.scale != 0:
-            if found is not None:
-                cause, remedy = "a request has one adapter at a time", "leave all but one out, or merge them into one"
-                refuse("unsupported", f"{field}[{place}].scale", each.scale, (0,), remedy, cause=cause)
-            found = each
+            if len(found) == MOST_TOGETHER:
+                cause = f"at most {MOST_TOGETHER} adapters act together"
+                refuse("unsupported", f"{field}[{place}].scale", each.scale, (0,), "merge some into one", cause=cause)
+            found.append(each)
     return found

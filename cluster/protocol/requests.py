@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import msgspec
 
 from manta.cluster.errors import RequestRefused, refuse
-from manta.cluster.protocol.adapter_scales import AdapterScale, only_scaled
+from manta.cluster.protocol.adapter_scales import AdapterScale, all_scaled
 from manta.cluster.protocol.constraint_fields import (
     OLDER_CONSTRAINTS,
     JsonObjectFields,
@@ -197,7 +197,7 @@ class _SamplingFields(JsonObjectFields, forbid_unknown_fields=True, kw_only=True
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARACTERS:
             refuse_length("cache_salt", len(self.cache_salt), MAX_SALT_CHARACTERS)
         if self.lora is not None:
-            only_scaled(self.lora, "lora")
+            all_scaled(self.lora, "lora")
         if not -(2**31) <= self.priority < 2**31:
             refuse("wrong_value", "priority", self.priority, "a number of 32 signed bits")
 

@@ -108,7 +108,7 @@ def test_every_form_gives_the_same_answers(dtype: str, weights: str, form: str) 
 MIXERS: dict[str, Any] = {
     "granite_hybrid": ["in_proj", "out_proj", "q_proj", "v_proj", "o_proj"],
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"],
-    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "gemma2": "all-linear",
 }
 

@@ -21,7 +21,7 @@ READERS = {
     "manta.cluster.http.exchange.recordings": (1, STAMP),
     "manta.cluster.http.exchange.state": (1, STAMP),
     "manta.cluster.serve.adapters.adapter_directory": (1, SHARED),
-    "manta.cluster.serve.engine.replica_adapters": (3, SHARED),
+    "manta.cluster.serve.engine.replica_adapters": (2, SHARED),
     "manta.cluster.serve.engine.step_thread": (2, "begins of spans"),
     "manta.cluster.serve.requests.submission": (1, STAMP),
     "manta.cluster.serve.starting.replica_process": (1, "the age of a process where no clock began at the boot"),

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +84,9 @@ async def test_each_adapter_is_there_from_its_load_to_its_unload(tmp_path: pathl
 
 
 @async_test
-async def test_running_streams_keep_the_values_that_a_reload_replaces(tmp_path: pathlib.Path) -> None:
+async def test_running_streams_keep_the_values_that_a_reload_replaces(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with loading(tmp_path, made()) as server:
         assert (await server.load("live", "one")).status_code == 200
         await expect(server, "live", "one")
@@ -92,11 +95,15 @@ async def test_running_streams_keep_the_values_that_a_reload_replaces(tmp_path: 
         streams = [Stream(server, "live") for _ in range(8)]
         await asyncio.gather(*(each.has_begun.wait() for each in streams))
         server.put("two", "one")
+        reading = Reading(server.server.replica.engine.executor)
+        monkeypatch.setattr(server.server.replica.engine.executor, "read_adapter", reading)
         assert (await server.load("live", "one")).status_code == 409
         assert (await server.load("live", "one", load_inplace=True)).status_code == 200
         assert await expect(server, "live", "two") == 0
         assert await expect(server, "live", "two") == 32
         assert await asyncio.gather(*(each.tokens for each in streams)) == [alone] * 8
+        assert reading.count == 1, "requests read no files"
+        assert reading.niceness > own_niceness() or sys.platform != "linux", "steps go before it"
         last = Stream(server, "live")
         await last.has_begun.wait()
         unloading = asyncio.ensure_future(server.unload("live", wait=True))
@@ -319,7 +326,6 @@ SCALES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "an id that is none": ([{"id": 2, "scale": 1}], "[0].id"),
     "a negative id": ([{"id": 0, "scale": 0}, {"id": -1, "scale": 1}], "[1].id"),
     "an id twice": ([{"id": 0, "scale": 1}, {"id": 0, "scale": 0}], "[1].id"),
-    "two adapters": ([{"id": 0, "scale": 1}, {"id": 1, "scale": 0.5}], "[1].scale"),
     "a huge scale": ([{"id": 0, "scale": 1e9}], "[0].scale"),
     "no scale": ([{"id": 0}], "[0].scale"),
     "a field of another server": ([{"id": 0, "scale": 1, "weight": 1}], "[0].weight"),
@@ -348,15 +354,69 @@ async def test_scales_that_cannot_be_are_refused(tmp_path: pathlib.Path) -> None
         assert [each["scale"] for each in listed] == [0, 0]
 
 
+def own_niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) if sys.platform == "linux" else 0
+
+
+TOGETHER = [{"id": 2, "scale": 0.5}, {"id": 0, "scale": -0.3}, {"id": 1, "scale": 1.1}]
+"""Scales of `first`, which the configuration names, and of `one` and `wide`, which are loaded."""
+
+
+@async_test
+async def test_several_adapters_act_together_as_in_peft(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one request, as llama.cpp has it. Their values are those that count when it comes."""
+    both = made().together({"three": -0.3, "one": 1.1, "wide": 0.5})
+    expected = [made().greedy(PROMPT, name, NUM_TOKENS) for name in (both, "", "one")]
+    assert len({tuple(each) for each in expected}) == len(expected)
+    async with loading(tmp_path, made(), {"adapters": {"first": made().folders["three"]}}) as server:
+        for name in ("one", "wide"):
+            assert (await server.load(name)).status_code == 200
+
+        async def tokens(**fields: Any) -> list[int]:
+            answer = await server.ask(server.server.model, PROMPT, NUM_TOKENS, **fields)
+            assert answer.status_code == 200, answer.text
+            found: list[int] = answer.json()["choices"][0]["token_ids"]
+            return found
+
+        asked = (TOGETHER, [], TOGETHER[::-1], [{"id": 1, "scale": 1}])
+        found = await asyncio.gather(*(tokens(lora=each) for each in asked))
+        assert found == [expected[0], expected[1], expected[0], expected[2]]
+        reading = Reading(server.server.replica.engine.executor)
+        monkeypatch.setattr(server.server.replica.engine.executor, "read_adapter", reading)
+        with request_log() as lines:
+            assert (await server.client.post("/lora-adapters", json=TOGETHER)).status_code == 200
+            assert await tokens() == expected[0]
+            await until(lambda: len(lines) == 2)
+        assert [line.get("adapter") for line in lines] == ["first+one+wide"] * 2
+        assert reading.count == 0, "it is held"
+        listed = (await server.client.get("/lora-adapters")).json()
+        assert [each["scale"] for each in listed] == [-0.3, 1.1, 0.5]
+        adapters = server.server.replica.engine.adapters
+        (combined,) = set(adapters.loaded) - server.registry.table.digests
+        assert combined in adapters
+        server.put("two", "wide")
+        assert (await server.load("wide", load_inplace=True)).status_code == 200
+        other = made().together({"three": -0.3, "one": 1.1, "two": 0.5})
+        assert await tokens() == made().greedy(PROMPT, other, NUM_TOKENS) != expected[0]
+        assert (await server.unload("wide")).status_code == 200
+        assert await tokens() == made().greedy(PROMPT, made().together({"three": -0.3, "one": 1.1}), NUM_TOKENS)
+        many = [{"id": 0, "scale": 1}] * 2
+        assert code_of(await server.ask(server.server.model, PROMPT, 1, lora=many))[:2] == (400, "lora[1].id")
+
+
 class Reading:
-    """Reads adapters as an executor does, and counts those that it reads at a time."""
+    """Reads adapters as an executor does, and counts them, and those that it reads at a time."""
 
     def __init__(self, executor: Any) -> None:
         self._read = executor.read_adapter
-        self._now = self.most = 0
+        self._now = self.most = self.count = self.niceness = 0
 
     def __call__(self, path: str) -> Any:
+        self.niceness = own_niceness()
         self._now += 1
+        self.count += 1
         self.most = max(self.most, self._now)
         try:
             return self._read(path)
@@ -479,12 +539,14 @@ async def test_values_that_are_nowhere_are_no_reason_to_use_others(tmp_path: pat
 
 @async_test
 async def test_a_server_without_folders_loads_nothing(tmp_path: pathlib.Path) -> None:
-    options = {"adapter_roots": (), "adapters": {"first": made().folders["one"]}}
+    options = {"adapter_roots": (), "adapters": {"first": made().folders["one"], "second": made().folders["two"]}}
     async with loading(tmp_path, made(), options) as server:
         assert (await server.client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])).status_code == 400
         half = with_alpha(tmp_path / "half", 0.5).merged_greedy(PROMPT, "changed", NUM_TOKENS)
         answer = await server.ask(server.server.model, PROMPT, NUM_TOKENS, lora=[{"id": 0, "scale": 0.5}])
         assert answer.json()["choices"][0]["token_ids"] == half
+        both = [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]
+        assert code_of(await server.ask(server.server.model, PROMPT, 1, lora=both))[:2] == (400, "lora")
         assert code_of(await server.load("one", str(tmp_path / "one"))) == (400, "lora_path", None)
         assert code_of(await server.unload("one")) == (404, "lora_name", "model_not_found")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 from manta.cluster.batch.line_endpoints import endpoints_of_models
 from manta.cluster.batch.lines import BatchRequest
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
+from manta.cluster.engine.adapter_table import LoadedAdapter
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.request_admission import Caller
@@ -24,11 +26,13 @@ from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
+from manta.cluster.serve.adapters.adapter_directory import AdapterDirectory, NoEngines
 from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import MAX_LISTED
 from manta.workers.model_info import AdapterInfo, ModelInfo
 from tests.http.test_routes import Repeating, RepeatingEngines
+from tests.loaded_adapters import MemoryRegistry
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -302,6 +306,33 @@ def test_a_key_of_a_server_of_one_model_may_not_use_it() -> None:
 
     assert asyncio.run(send("GET", "/v1/models")).json()["data"] == []
     assert asyncio.run(send("POST", "/v1/completions", json={"prompt": "a"})).status_code == 404
+
+
+class OverlappingEngines(NoEngines):
+    """Have read an adapter, while another ingress loads one of the same name for another model."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__("application")
+        self._meanwhile = meanwhile
+
+    async def read_adapter(self, path: str, wakes: bool) -> list[Any]:
+        self._meanwhile()
+        return [LoadedAdapter(path, "ab" * 16)]
+
+
+def test_of_two_loads_of_one_name_for_two_models_one_is_refused() -> None:
+    address = Address()
+    registries = {name: MemoryRegistry() for name in address.states}
+    first, _ = registries.values()
+    elsewhere = first.table.changed({"x": LoadedAdapter("/other", "cd" * 16)}, 0, 0)
+    engines = OverlappingEngines(lambda: first.replace(elsewhere))
+    for name, registry in registries.items():
+        address.states[name].use_adapters(AdapterDirectory(engines, registry, 60.0, settling_s=0.0))
+    body = {"lora_name": "x", "lora_path": "/adapter", "base_model_name": "two"}
+    answer = address.ask("POST", "/v1/load_lora_adapter", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "lora_name")
+    assert [[*each.table.loaded] for each in registries.values()] == [["x"], []]
+    assert address.listed() == ["one", "uno", "x", "two"]
 
 
 def test_a_key_to_an_adapter_opens_neither_its_base_nor_another_one() -> None:

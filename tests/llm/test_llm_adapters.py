@@ -19,11 +19,13 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.model_config import ModelError
 from manta.workers.torch_worker import torch_worker
 from manta.workers.torch_worker.adapter_fit import check_adapters_fit
+from tests import converted_hybrids
 from tests.adapters import Adapters, adapters_of, merged, write_adapter
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.converted_gguf import convert
-from tests.gguf_files import write_gguf
+from tests.gguf_files import interleaved, write_gguf
 from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
+from tests.workers.test_gguf_architectures import original
 from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 12
@@ -46,7 +48,7 @@ OTHERS = ("qwen2", "phi3", "lfm2", "olmo2", "granite", "mistral", "qwen3_windows
 MIXERS: dict[str, Any] = {
     "granite_hybrid": ["in_proj", "out_proj", "q_proj", "v_proj", "o_proj"],
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"],
-    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "deepseek_v2": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "mamba": ["in_proj", "x_proj"],
     "glm": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gemma2": "all-linear",
@@ -55,8 +57,22 @@ MIXERS: dict[str, Any] = {
 BESIDE_EXPERTS: dict[str, tuple[str, ...]] = {
     "qwen3_next": tuple(f"shared_expert.{each}_proj" for each in ("gate", "up", "down")),
     "deepseek_v2": tuple(f"{where}.{each}_proj" for where in ("0.mlp", "shared_experts") for each in ("gate", "down")),
+    "qwen3_5_moe": ("shared_expert_gate", "shared_expert.down_proj"),
+    "gemma4": ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "q_proj"),
+    "zamba": ("shared_transf.self_attn.q_proj", "shared_transf.feed_forward.down_proj", "linear"),
+    "zamba2": ("self_attn.q_proj", "gate_up_proj", "down_proj", "linear"),
 }
-"""Modules of dense MLPs and of shared experts, by the ends of their names."""
+"""Modules of dense MLPs, of shared experts with their gates, and of what layers share, by the ends of their names."""
+LATENT = {
+    "deepseek_v2 without a query rank": ("kv_b_proj", "q_proj"),
+    "deepseek_v3": ("kv_b_proj",),
+    "minicpm3": ("kv_b_proj", "q_b_proj"),
+    "kimi_linear": ("kv_b_proj", "o_proj"),
+    "longcat_flash": ("kv_b_proj",),
+    "deepseek_v32": ("kv_b_proj", "q_b_proj"),
+    "glm_moe_dsa": ("kv_b_proj",),
+}
+"""Modules of latent attention, whose weight between latent vectors and heads is absorbed."""
 
 
 @functools.cache
@@ -123,15 +139,24 @@ def test_linears_of_other_mixers(case: str) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("case", BESIDE_EXPERTS)
 def test_mlps_beside_experts_are_what_merged_weights_compute(case: str, tmp_path: pathlib.Path) -> None:
-    base = folder_of(case)
-    adapter = write_adapter(base, tmp_path / "adapter", BESIDE_EXPERTS[case], 8)
+    assert_as_merged(folder_of(case), BESIDE_EXPERTS[case], tmp_path)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", LATENT)
+def test_latent_attention_is_what_merged_weights_compute(case: str, tmp_path: pathlib.Path) -> None:
+    assert_as_merged(folder_of(case), LATENT[case], tmp_path)
+
+
+def assert_as_merged(base: pathlib.Path, modules: tuple[str, ...], folder: pathlib.Path) -> None:
+    adapter = write_adapter(base, folder / "adapter", modules, 8)
     changed = {name.split(".lora_")[0] for name in load_file(adapter / "adapter_model.safetensors")}
-    assert all(any(module.endswith(end) for module in changed) for end in BESIDE_EXPERTS[case])
+    assert all(any(module.endswith(end) for module in changed) for end in modules)
     llm = LLM(str(base), dtype="float32", num_threads=1, adapters={"a": str(adapter)})
-    models = merged(base, adapter, tmp_path / "merged"), base
+    models = merged(base, adapter, folder / "merged"), base
     expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
     assert expected[0] != expected[1]
-    assert tokens(llm, ["a", ""]) == expected
+    assert tokens(llm, ["a", "", "a"]) == [*expected, expected[0]]
 
 
 EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
@@ -249,7 +274,7 @@ def test_a_rounded_mixture_takes_adapters_of_its_experts(tmp_path: pathlib.Path)
 
 
 def test_experts_take_no_adapters_where_nothing_adapts_them(tmp_path: pathlib.Path) -> None:
-    """On GPUs and TPUs, and if ranks have whole experts."""
+    """On TPUs, and if ranks have whole experts."""
     base = checkpoint("mixtral")
     adapter = write_adapter(base, tmp_path / "adapter", ("experts.1.w2",), 3)
     with pytest.raises(ModelError, match=r"experts\.1\.w2, which takes no adapters"):
@@ -271,6 +296,53 @@ def test_files_of_llamacpps_converter(family: str, tmp_path: pathlib.Path) -> No
     for model in (adapters.base, base):
         llm = LLM(str(model), dtype="float32", num_threads=1, adapters=named)
         assert tokens(llm, ["converted", "saved", ""]) == expected
+
+
+HYBRIDS = {
+    "granitehybrid": ("in_proj", "out_proj", "q_proj", "v_proj", "o_proj"),
+    "qwen3next": ("in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"),
+    "deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "mamba": ("in_proj", "x_proj", "out_proj"),
+    "nemotron_h": ("in_proj", "out_proj", "q_proj", "o_proj"),
+    "jamba": ("in_proj", "x_proj", "out_proj", "q_proj", "o_proj"),
+}
+"""Modules of models with recurrent states or latent attention that llama.cpp's converter keeps in one piece."""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_files_of_llamacpps_converter_for_other_mixers(case: str, tmp_path: pathlib.Path) -> None:
+    """Over the checkpoint and over a GGUF file of it."""
+    base = original(case)
+    adapter = write_adapter(base, tmp_path / "adapter", HYBRIDS[case], 4)
+    config = json.loads((base / "config.json").read_text())
+    name = converted_hybrids.name_of(config)
+    (architecture,) = (each for each, spelled in gguf.MODEL_ARCH_NAMES.items() if spelled == name)
+    names = gguf.get_tensor_name_map(architecture, converted_hybrids.num_layers_of(config))
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", name)
+    for key, value in {"general.type": "adapter", "adapter.type": "lora"}.items():
+        writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for stored, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        module, _, half = stored.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        rows, leaf = tensor.numpy(), module.rpartition(".")[2]
+        if half == "lora_B" and leaf in heads and name in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+            rows = interleaved(rows, config[heads[leaf]])
+        converted = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+        assert converted is not None, module
+        writer.add_tensor(f"{converted}.{half.lower()}", rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    models = merged(base, adapter, tmp_path / "merged"), base
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+    assert expected[0] != expected[1]
+    named = {"file": str(tmp_path / "adapter.gguf"), "saved": str(adapter)}
+    for model in (base, convert(base, tmp_path / "base.gguf")):
+        llm = LLM(str(model), dtype="float32", num_threads=1, adapters=named)
+        assert tokens(llm, ["file", "saved", ""]) == [expected[0], *expected]
 
 
 def assert_as_peft(base: pathlib.Path, targets: Any) -> None:
@@ -358,6 +430,19 @@ def test_choices_constraints_drafts_and_beams_go_with_an_adapter() -> None:
     assert plain.generate([prompt], constraint, use_tqdm=False, adapter=name)[0].outputs[0].text in ("alpha", "beta")
     beams = [plain.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=4), each) for each in (name, "")]
     assert beams[0][0][0].score != beams[1][0][0].score
+
+
+@pytest.mark.prove
+def test_a_draft_model_has_no_adapter_and_its_target_has() -> None:
+    """Where the adapter changes little, drafts of the model without it are accepted."""
+    adapters = adapters_of(checkpoint("llama"))
+    adapters.add("slight", 11, r=2, lora_alpha=1)
+    adapters.add("strong", 12)
+    names = ["slight", "", "strong", "slight"]
+    llm = make_llm(adapters, speculative={"proposers": ["draft"], "draft_model": str(adapters.base), "adaptive": False})
+    assert tokens(llm, names) == [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in names]
+    drafts = llm.engine.stats().drafts
+    assert 0 < sum(drafts.accepted["draft"]) < sum(drafts.drafted["draft"])
 
 
 def test_an_unknown_name_is_refused_before_anything_runs() -> None:

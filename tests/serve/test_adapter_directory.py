@@ -69,14 +69,14 @@ async def test_every_ingress_knows_a_load_when_it_is_answered() -> None:
     assert (second.paths, second.digest_of("a")) == ({"a": "/one"}, "digest of /one")
     await second.load("a", "/two", in_place=True)
     assert first.digest_of("a") == "digest of /two"
-    await first.apply(AppliedAdapter("a", 0.5))
-    assert second.applied == AppliedAdapter("a", 0.5)
+    await first.apply([AppliedAdapter("a", 0.5)])
+    assert second.applied == (AppliedAdapter("a", 0.5),)
     await second.load("b", "/b", in_place=False)
-    assert first.applied == AppliedAdapter("a", 0.5)
+    await first.apply([AppliedAdapter("a", 0.5), AppliedAdapter("b", 2.0)])
     await second.unload("a")
     assert first.digest_of("a") is None
-    assert first.applied is None
-    assert told == [["a"], ["a"], ["a"], ["a", "b"], ["b"]]
+    assert first.applied == (AppliedAdapter("b", 2.0),)
+    assert told == [["a"], ["a"], ["a"], ["a", "b"], ["a", "b"], ["b"]]
 
 
 @async_test
@@ -87,11 +87,11 @@ async def test_an_adapter_that_was_unloaded_meanwhile_is_not_applied() -> None:
     await first.load("a", "/one", in_place=False)
     await first.unload("a")
     with pytest.raises(ServingError) as refused:
-        await first.apply(AppliedAdapter("a", 1.0))
+        await first.apply([AppliedAdapter("c", 1.0), AppliedAdapter("a", 1.0)])
     assert refused.value.refusal.kind == "unfit"
     await first.load("a", "/two", in_place=False)
-    assert first.applied is None
-    for applied in (AppliedAdapter("a", 1.0), AppliedAdapter("c", 1.0), None):
+    assert first.applied == ()
+    for applied in ((AppliedAdapter("a", 1.0),), (AppliedAdapter("c", 1.0),), ()):
         await first.apply(applied)
         assert first.applied == applied
 

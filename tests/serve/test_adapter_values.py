@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import threading
 import types
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
@@ -20,6 +21,7 @@ from manta.cluster.batch.journal import Journal
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.engines import Generation
 from manta.cluster.protocol.error_bodies import answer_of, openai_body
@@ -28,7 +30,9 @@ from manta.cluster.serve.requests.engine_client import EngineQuestions
 from manta.cluster.serve.requests.takeover import USUAL_TIMES
 from manta.structured.refusals import Refusal
 from manta.workers.adapters.adapter_copies import AdapterCopies
+from manta.workers.adapters.combined_adapter import CombinedPart, OtherValues, combined_path
 from manta.workers.cache_folder import cache_entry
+from manta.workers.sampling_params import SamplingParams
 from tests.async_tests import async_test
 from tests.batch.test_batch import line, results, write_lines
 from tests.loaded_adapters import MemoryRegistry
@@ -169,6 +173,16 @@ class OneLate(MemoryRegistry):
         return table
 
 
+THREAD: Any = types.SimpleNamespace(call=lambda function, *arguments: function(*arguments))
+"""In place of an engine's thread: it makes each call at once."""
+
+
+def engine_of(held: object, read: Callable[[str], object]) -> Any:
+    """In place of an engine: it holds what `held` says, and reads an adapter by `read`."""
+    executor, model = types.SimpleNamespace(read_adapter=read), types.SimpleNamespace(adapters={})
+    return types.SimpleNamespace(adapters=held, executor=executor, model=model)
+
+
 @async_test
 async def test_a_late_read_of_the_table_takes_no_adapter_away(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -178,13 +192,10 @@ async def test_a_late_read_of_the_table_takes_no_adapter_away(
     adapter = types.SimpleNamespace(digest="ab" * 16, num_bytes=1)
     dropped: list[str] = []
     held = types.SimpleNamespace(loaded=(), drop=dropped.append)
-    engine: Any = types.SimpleNamespace(
-        adapters=held, executor=types.SimpleNamespace(read_adapter=lambda folder: adapter)
-    )
-    thread: Any = types.SimpleNamespace(call=lambda function, *arguments: function(*arguments))
+    engine = engine_of(held, lambda folder: adapter)
     registry = OneLate()
     try:
-        adapters = ReplicaAdapters(EngineConfig(adapter_roots=(str(tmp_path),)), engine, thread, registry)
+        adapters = ReplicaAdapters(EngineConfig(adapter_roots=(str(tmp_path),)), engine, THREAD, registry)
         registry.is_late = True
         catching_up = asyncio.ensure_future(adapters.catch_up())
         assert await asyncio.to_thread(registry.has_begun.wait, PATIENCE_S)
@@ -197,4 +208,45 @@ async def test_a_late_read_of_the_table_takes_no_adapter_away(
         assert not dropped
         adapters.close()
     finally:
+        shutil.rmtree(cache_entry("adapters") / registry.server, ignore_errors=True)
+
+
+@async_test
+async def test_a_combination_stays_while_all_of_its_adapters_do(tmp_path: pathlib.Path) -> None:
+    """Their paths and digests are read together, so that it never has values of others."""
+    registry, dropped, paths = MemoryRegistry(), list[str](), list[str]()
+    held = types.SimpleNamespace(loaded=("ef" * 16,), drop=dropped.append, num_fixed_bytes=0)
+
+    def read_adapter(path: str) -> object:
+        paths.append(path)
+        if "gone" in path:
+            raise OtherValues(path)
+        return types.SimpleNamespace(digest="ef" * 16, num_bytes=1)
+
+    digests = {"a": "ab" * 16, "b": "cd" * 16, "gone": "0f" * 16}
+    loaded = {name: LoadedAdapter(f"/{name}", digest) for name, digest in digests.items()}
+    registry.table = AdapterTable(1, loaded)
+    engine = engine_of(held, read_adapter)
+    adapters = ReplicaAdapters(EngineConfig(adapter_roots=(str(tmp_path),)), engine, THREAD, registry)
+    try:
+        both = f"{'ab' * 16}*0.5&{'cd' * 16}"
+        request = EngineRequest(request_id="a", prompt_token_ids=[5], params=SamplingParams(), adapter=both)
+        assert adapters.with_values(request) is request
+        known, adapter = await adapters.find_for(request)
+        assert (known.adapter, adapter.digest) == ("ef" * 16, "ef" * 16)
+        assert adapters.with_values(request) == known
+        parts = [CombinedPart("/a", "ab" * 16, 0.5), CombinedPart("/b", "cd" * 16, 1.0)]
+        assert paths == [combined_path(parts)]
+        for missing in ("0f", "00"):
+            lost = msgspec.structs.replace(request, adapter=f"{both}&{missing * 16}")
+            with pytest.raises(ServingError) as refused:
+                await adapters.find_for(lost)
+            assert refused.value.refusal.kind == "adapter_gone"
+        await adapters.catch_up()
+        assert not dropped
+        registry.table = AdapterTable(2, {"a": loaded["a"]})
+        await adapters.catch_up()
+        assert dropped == ["ef" * 16]
+    finally:
+        adapters.close()
         shutil.rmtree(cache_entry("adapters") / registry.server, ignore_errors=True)

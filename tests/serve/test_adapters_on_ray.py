@@ -21,6 +21,7 @@ from tests.adapters import Adapters, adapters_of
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
+from tests.serve.resuming_client import History, ResumingClient
 
 pytestmark = pytest.mark.prove
 
@@ -30,6 +31,15 @@ NUM_STREAMED = 400
 NUM_STREAMS = 8
 NUM_CONNECTIONS = 24
 """Enough for each of two ingresses and two engines to get some."""
+STREAMED = {
+    "model": "live",
+    "prompt": PROMPT,
+    "max_tokens": NUM_STREAMED,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "return_token_ids": True,
+}
 ENGINE, INGRESS = "ray::ServeReplica:manta:engine", "ray::ServeReplica:manta:ingress"
 
 
@@ -45,7 +55,7 @@ class Address:
     """Two ingresses and two engines, or what `options` have instead, which this process has started."""
 
     def __init__(self, root: pathlib.Path, **options: Any) -> None:
-        port = free_port()
+        port = self.port = free_port()
         self.root = root
         self.url = f"http://127.0.0.1:{port}"
         self.made = made()
@@ -90,16 +100,13 @@ class Address:
         return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(series)]
 
     def stream(self, begun: threading.Barrier) -> list[int]:
-        body = {"prompt": PROMPT, "max_tokens": NUM_STREAMED, "temperature": 0, "ignore_eos": True, "stream": True}
         found: list[int] = []
-        body |= {"model": "live", "return_token_ids": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=STREAMED, timeout=PATIENCE_S) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     if not found:
                         begun.wait(PATIENCE_S)
-                    event = json.loads(line.removeprefix("data: "))
-                    found += [token for choice in event["choices"] for token in choice["token_ids"]]
+                    found += tokens_of(line)
         return found
 
     def kill(self, title: str) -> None:
@@ -113,6 +120,17 @@ class Address:
             return len({each.pid for each in running_below(None, title)} - {victim.pid}) == 2
 
         wait_until(is_replaced, poll_s=0.2)
+
+
+def tokens_of(line: str) -> list[int]:
+    """Returns the tokens of an event with choices."""
+    event = json.loads(line.removeprefix("data: "))
+    return [token for choice in event["choices"] for token in choice["token_ids"]]
+
+
+def tokens_read(history: History) -> list[int]:
+    lines = [event.content.decode().strip() for event in history.events]
+    return [token for line in lines if line.startswith("data: {") for token in tokens_of(line)]
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +176,25 @@ def test_whoever_starts_later_knows_it(address: Address) -> None:
     assert address.post("/v1/unload_lora_adapter", lora_name="live").status_code == 200
     answers = [address.post("/v1/completions", model="live", prompt=PROMPT) for _ in range(NUM_CONNECTIONS)]
     assert [answer.status_code for answer in answers] == [404] * NUM_CONNECTIONS
+
+
+def test_streams_that_lose_their_ingress_have_the_values_that_they_began_with(address: Address) -> None:
+    """Clients read on at another ingress. Meanwhile the adapter gets other values, and an engine dies too."""
+    address.put("earlier")
+    address.load(load_inplace=True)
+    alone = address.stream(threading.Barrier(1))
+    clients = [ResumingClient([address.port], "/v1/completions", STREAMED, seed) for seed in range(2 * NUM_STREAMS)]
+    with concurrent.futures.ThreadPoolExecutor(len(clients)) as pool:
+        reading = [pool.submit(client.read) for client in clients]
+        wait_until(lambda: all(client.history.events for client in clients))
+        victim = running_below(None, INGRESS)[0]
+        victim.kill()
+        victim.wait(PATIENCE_S)  # until then its socket takes connections, and resets them
+        address.put("later")
+        address.load(load_inplace=True)
+        running_below(None, ENGINE)[0].kill()
+        address.check("later")
+        histories = [each.result(PATIENCE_S) for each in reading]
+    assert [history.problems for history in histories] == [[]] * len(clients)
+    assert [tokens_read(history) for history in histories] == [alone] * len(clients)
+    assert max(history.num_connections for history in histories) > 1, "somebody has lost its ingress"

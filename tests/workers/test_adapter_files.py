@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+import gguf
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -337,7 +339,7 @@ FILES: dict[str, dict[str, Any]] = {
     "a model": {"general__type": "model"},
     "another kind": {"adapter__type": "control_vector"},
     "an unknown architecture": {"general__architecture": "bert"},
-    "an architecture in other orders": {"general__architecture": "qwen35"},
+    "an architecture whose linears are multiplied": {"general__architecture": "falcon-h1"},
     "no alpha": {"adapter__lora__alpha": None},
     "an alpha without end": {"adapter__lora__alpha": float("inf")},
     "a part of a prompt": {"adapter__alora__invocation_tokens": "7"},
@@ -359,6 +361,26 @@ def test_a_damaged_or_foreign_gguf_file_is_refused(fault: str, made: pathlib.Pat
         os.mkfifo(file)
     with pytest.raises(ModelError):
         read_adapter(str(file), 1000 if fault == "too large" else 2**20)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part"), [("qwen35", "ssm_out"), ("qwen3next", "attn_qkv"), ("deepseek2", "attn_k_b")]
+)
+def test_a_linear_in_an_order_of_llamacpps_is_refused_by_its_name(
+    architecture: str, part: str, tmp_path: pathlib.Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", architecture)
+    for key, value in {"general.type": "adapter", "adapter.type": "lora"}.items():
+        writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    for half, shape in (("a", (4, 64)), ("b", (64, 4))):
+        writer.add_tensor(f"blk.1.{part}.weight.lora_{half}", np.ones(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"blk\.1\.{part}\.weight\.lora_a is in an order"):
+        read_adapter(str(tmp_path / "adapter.gguf"), 2**20)
 
 
 def test_an_adapter_has_one_digest_in_each_form(made: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 import pytest
 
 from manta.cluster.llm import SamplingParams
-from tests.adapters import Adapters, adapters_of
-from tests.checkpoints import checkpoint
+from tests.adapters import Adapters, adapters_of, merged, write_adapter
+from tests.checkpoints import checkpoint, reference_greedy
 from tests.workers.test_cuda_platform import NUM_TOKENS, make_llm
 
 PROMPT = [30 + 7 * place % 280 for place in range(20)]
@@ -49,3 +50,25 @@ def test_quantised_weights_take_adapters(monkeypatch: pytest.MonkeyPatch) -> Non
     tokens = [[answer.outputs[0].token_ids for answer in answers] for answers in (together, alone)]
     assert tokens[0] == tokens[1]
     assert tokens[0][0] != tokens[0][1]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_experts_take_adapters(weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Some of them, and linears beside them. Rounded ones are compared with the same adapter alone."""
+    base = checkpoint("mixtral", dtype="float32")
+    modules = ("experts.0.w1", "experts.0.w3", "experts.0.w2", "experts.3.w2", "q_proj")
+    adapter = write_adapter(base, tmp_path / "adapter", modules, 5)
+    llm = make_llm(monkeypatch, str(base), dtype="float32", weights=weights, adapters={"a": str(adapter)})
+
+    def tokens(*names: str) -> list[list[int]]:
+        answers = llm.generate([PROMPT] * len(names), GREEDY, use_tqdm=False, adapter=[*names])
+        return [answer.outputs[0].token_ids for answer in answers]
+
+    found = tokens("a", "", "a")
+    assert found[0] == found[2] != found[1]
+    if weights == "auto":
+        models = merged(base, adapter, tmp_path / "merged"), base
+        assert found[:2] == [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
+    else:
+        assert found[:2] == [*tokens("a"), *tokens("")]

@@ -270,13 +270,17 @@ def test_ranks_split_adapters_of_experts_as_they_split_these(two: RankProcesses,
     assert_same_adapted(two, str(base), str(write_adapter(base, tmp_path / "adapter", modules, 5)))
 
 
+@pytest.mark.prove
+def test_ranks_split_adapters_of_absorbed_weights(two: RankProcesses, tmp_path: pathlib.Path) -> None:
+    adapter = write_adapter(folder_of("deepseek_v2"), tmp_path / "adapter", ("kv_b_proj", "q_b_proj"), 4)
+    assert_same_adapted(two, str(folder_of("deepseek_v2")), str(adapter))
+
+
 def assert_same_adapted(ranks: RankProcesses, folder: str, adapter: str, **options: Any) -> None:
     def ask(llm: LLM) -> Any:
         names = ["ranks", "", "ranks"]
-        return [
-            answer.outputs[0].token_ids
-            for answer in llm.generate(prompts()[:3], greedy(), use_tqdm=False, adapter=names)
-        ]
+        answers = llm.generate(prompts()[:3], greedy(), use_tqdm=False, adapter=names)
+        return [answer.outputs[0].token_ids for answer in answers]
 
     assert_same(ranks, ask, folder, adapters={"ranks": adapter}, **options)
 

@@ -7,7 +7,7 @@ numbers of those that a step's sequences have. An adapter is known by the digest
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,10 +19,11 @@ from manta.workers.checkpoints.formats.head_orders import in_halves
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.adapted_linear import (
     MOST_ADAPTERS,
-    AdaptedLinear,
+    HoldsAdapters,
     LinearAdapting,
     LowRank,
     LowRankPart,
+    TorchAdaptedLinear,
     adapt,
 )
 from manta.workers.kernels.weights import Linear
@@ -43,22 +44,23 @@ class AdapterPlace(NamedTuple):
 
     spec: LinearSpec
     """Its description, as the model's family gives it."""
-    stored: LinearSpec
-    """The same, with its parts as the checkpoint stores them."""
-    linear: AdaptedLinear
+    linear: HoldsAdapters
 
     @property
     def names(self) -> set[str]:
-        """The names of the modules that change it."""
-        return {part.name for part in self.stored.parts}
+        """The names of the modules that change it, in whichever form the base model's checkpoint stores it."""
+        return {form.name for part in self.spec.parts for form in _forms(part)}
 
     def pieces(self, adapter: Adapter, _: Mapping[str, str]) -> list[AdapterPiece | None]:
         """Returns what an adapter adds to each part; None where it adds nothing."""
         modules = adapter.modules
-        return [
-            AdapterPiece(part, part.name, modules[part.name]) if part.name in modules else None
-            for part in self.stored.parts
-        ]
+        found = (next((form for form in _forms(part) if form.name in modules), None) for part in self.spec.parts)
+        return [None if form is None else AdapterPiece(form, form.name, modules[form.name]) for form in found]
+
+
+def _forms(part: WeightPart) -> Iterator[WeightPart]:
+    """Yields the forms of a part in which it is no expert's."""
+    return (form for form in part.forms() if form.expert is None)
 
 
 class _Held(NamedTuple):
@@ -116,13 +118,21 @@ class AdapterBank:
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
-    def around(self, linear: Linear, spec: LinearSpec, stored: LinearSpec) -> Linear:
-        """Returns a linear with adapters that computes what `linear` does. Its description is `spec`, and `stored` with
-        its parts as the checkpoint stores them.
-        """
+    def around(self, linear: Linear, spec: LinearSpec) -> Linear:
+        """Returns a linear with adapters that computes what `linear` does, whose description is `spec`."""
         around, adapted = adapt(linear, self._adapting)
-        self._places.append(AdapterPlace(spec, stored, adapted))
+        self._places.append(AdapterPlace(spec, adapted))
         return around
+
+    def around_plain(self, linear: Linear, spec: LinearSpec) -> Linear:
+        """Does what `around` does for a linear of float32 on any device, with torch."""
+        adapted = TorchAdaptedLinear(linear)
+        self.beside(adapted, spec)
+        return adapted
+
+    def beside(self, adapters: HoldsAdapters, spec: LinearSpec) -> None:
+        """Gives `adapters` those of a linear that is no object, whose description is `spec`."""
+        self._places.append(AdapterPlace(spec, adapters))
 
     def joining(self, join: Join, spec: ExpertsSpec) -> Join:
         """Returns a function that joins the experts of a layer as `join` does, and lets them take adapters if they can:
@@ -176,7 +186,12 @@ class AdapterBank:
         for name, module in adapter.modules.items():
             if (stacked_key(name) if module.num_experts else name) not in known:
                 raise ModelError(_why_unknown(adapter, name, self._has(name)))
-        found = ((place, place.pieces(adapter, stacked)) for place in places)
+        found = [(place, place.pieces(adapter, stacked)) for place in places]
+        applied = {piece.name for _, pieces in found for piece in pieces if piece is not None}
+        for name in adapter.modules.keys() - applied:
+            raise ModelError(
+                f"{adapter.source} changes {name}, and the same linear under another name too; merge the two"
+            )
         low_ranks = [(place, self._low_rank(adapter, place.spec, pieces)) for place, pieces in found if any(pieces)]
         if self._share is not None:
             low_ranks = _shared(self._share, adapter.digest, low_ranks)
@@ -277,8 +292,8 @@ def _why_unknown(adapter: Adapter, module: str, is_there: bool) -> str:
     if is_there:
         return (
             f"{adapter.source} changes {module}, which takes no adapters here; linears of attention, of other mixers "
-            "and of MLPs do, and on CPUs those of experts unless ranks have whole ones: embeddings, heads and routers "
-            "have to be merged into the model"
+            "and of MLPs do, and those of experts unless ranks have whole ones or on TPUs: embeddings, heads and "
+            "routers have to be merged into the model"
         )
     base = f", and names the base model {adapter.base_model}" if adapter.base_model else ""
     return f"{adapter.source} changes {module}, which this model does not have{base}; take the adapter's own base model"

@@ -13,6 +13,7 @@ import pathlib
 import torch
 
 from manta.workers.adapters.adapter_sources import local_adapter
+from manta.workers.adapters.combined_adapter import combine, parts_of
 from manta.workers.adapters.gguf_adapter import SUFFIX, read_gguf_adapter
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, digest_of, matrix_of, read_bounded
 from manta.workers.adapters.peft_config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
@@ -31,11 +32,14 @@ _GATED, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
 def read_adapter(path: str, max_bytes: int) -> Adapter:
-    """Reads an adapter's folder, or its GGUF file; `path` is that of `local_adapter`. `max_bytes` is the memory that
-    adapters may take: stored in float32 and kept in bfloat16, the file may have twice as many.
+    """Reads an adapter's folder, or its GGUF file; `path` is that of `local_adapter`, or of a combination
+    (`combined_path`). `max_bytes` is the memory that adapters may take: stored in float32 and kept in bfloat16, the
+    file may have twice as many.
 
     Raises `ModelError` naming the file, key or tensor that is missing, damaged or not supported.
     """
+    if parts := parts_of(path):
+        return combine(path, parts, [read_adapter(each.path, max_bytes) for each in parts])
     with local_adapter(path, max_bytes) as local:
         return _read(local, max_bytes)._replace(source=path)
 

@@ -7,14 +7,14 @@ base model's checkpoint stores them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, wrong_shape
 from manta.workers.checkpoints.shard import take_piece
-from manta.workers.kernels.adapted_experts import DOWN, GATED, AdaptedExperts, ExpertLinear
+from manta.workers.kernels.adapted_experts import DOWN, GATED, AdaptedExperts, ExpertLinear, HasOneByOne
 from manta.workers.kernels.adapted_linear import LinearAdapting
 from manta.workers.kernels.weights import Experts, GatedMlpWeights
 from manta.workers.models.model_config import ExpertsConfig
@@ -52,13 +52,9 @@ class ExpertPlace(NamedTuple):
     num_experts: int
 
     @property
-    def stored(self) -> LinearSpec:
-        return self.spec
-
-    @property
     def names(self) -> set[str]:
         """The names of the modules, and the keys of those of all experts together, that change it."""
-        apart = {form.name for part in self.spec.parts for form in _forms(part) if form.expert is None}
+        apart = {form.name for part in self.spec.parts for form in part.forms() if form.expert is None}
         return {*apart, self._key}
 
     @property
@@ -74,7 +70,7 @@ class ExpertPlace(NamedTuple):
 
     def _piece(self, adapter: Adapter, stacked: Mapping[str, str], index: int) -> AdapterPiece | None:
         part = self.spec.parts[index]
-        for form in _forms(part):
+        for form in part.forms():
             if form.expert is None and form.name in adapter.modules:
                 module = adapter.modules[form.name]
                 if len(module.b) != (num_rows := form.stored_rows or form.out_features):
@@ -92,7 +88,7 @@ class ExpertPlace(NamedTuple):
         sizes, found = (self.spec.in_features, self.spec.out_features), (together.a.shape[1], len(together.b))
         if together.num_experts != self.num_experts or found not in (sizes, sizes[::-1]):
             raise wrong_shape(adapter, name, "B", together.b, f"[{sizes[1]}, rank * {self.num_experts}]")
-        placed = [(form, form.expert) for form in _forms(part) if form.expert is not None]
+        placed = [(form, form.expert) for form in part.forms() if form.expert is not None]
         has_inputs_first = bool(placed) and placed[0][1].are_rows is False
         has_outputs_first = found != sizes or (
             found == sizes[::-1] and together.is_of_old_peft and not has_inputs_first
@@ -111,8 +107,10 @@ def adapted_experts(join: Join, adapting: LinearAdapting, spec: ExpertsSpec, pla
     """
 
     def joined(experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
-        each = tuple(experts)
-        adapted = AdaptedExperts(join(each, config, activation), each, adapting, config.scales_inputs)
+        stored = tuple(experts)
+        together = join(stored, config, activation)
+        each = together.one_by_one() if isinstance(together, HasOneByOne) else stored
+        adapted = AdaptedExperts(together, each, adapting, config.scales_inputs)
         for number, expert in enumerate(spec.own):
             for which, linear in ((GATED, expert.gated), (DOWN, expert.down)):
                 places.append(ExpertPlace(linear, ExpertLinear(adapted, number, which), len(spec.own)))
@@ -131,11 +129,3 @@ def _rows(part: WeightPart, outputs: torch.Tensor) -> torch.Tensor:
     taken = take_piece(part, outputs)
     assert isinstance(taken, torch.Tensor)
     return taken
-
-
-def _forms(part: WeightPart) -> Iterator[WeightPart]:
-    """Yields a part in each form in which checkpoints store it."""
-    form: WeightPart | None = part
-    while form is not None:
-        yield form
-        form = form.elsewhere

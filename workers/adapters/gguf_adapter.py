@@ -13,7 +13,6 @@ import pathlib
 import torch
 
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, digest_of, matrix_of, read_bounded
-from manta.workers.checkpoints import gguf_hybrids
 from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, EXPERT, GgufArchitecture, name_of
 from manta.workers.checkpoints.gguf_header import read_gguf_header
 from manta.workers.checkpoints.stored_files import COPY_AGAIN
@@ -21,10 +20,18 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig
 
 SUFFIX = ".gguf"
-_AS_STORED = tuple(name for name in ARCHITECTURES if name not in gguf_hybrids.OWN)
-"""Architectures whose linears are those of transformers but for the order of a head's rows. Those of the others are in
-other orders, multiplied, or in other tensors.
+_SERVED = tuple(name for name in ARCHITECTURES if name != "falcon-h1")
+"""Architectures whose linears are those of transformers but for the order of a head's rows. The converter multiplies
+those of Falcon-H1.
 """
+_DELTA_NETS = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_out")
+_REORDERED = {
+    "deepseek2": ("attn_k_b", "attn_v_b"),
+    "qwen3next": _DELTA_NETS[:2],
+    "qwen35": _DELTA_NETS,
+    "qwen35moe": _DELTA_NETS,
+}
+"""Tensors that the converter makes of others, or whose rows or columns it sorts by sizes that adapters do not tell."""
 _HALVES = {".lora_a": 0, ".lora_b": 1}
 _MOST_ALPHA = 1e6
 _INVOCATION = "adapter.alora.invocation_tokens"
@@ -41,7 +48,7 @@ def read_gguf_adapter(path: pathlib.Path, max_bytes: int) -> Adapter:
     metadata["adapter.type"].one_of("lora")
     if _INVOCATION in header.values:
         raise ModelError(f"{path}: {_INVOCATION} makes an adapter that acts on a part of a prompt, which is not served")
-    architecture = ARCHITECTURES[metadata["general.architecture"].one_of(*_AS_STORED)]
+    named = metadata["general.architecture"].one_of(*_SERVED)
     alpha = metadata["adapter.lora.alpha"].number(least=-_MOST_ALPHA, most=_MOST_ALPHA)
     halves: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in header.tensors.items():
@@ -50,6 +57,8 @@ def read_gguf_adapter(path: pathlib.Path, max_bytes: int) -> Adapter:
             raise ModelError(
                 f"{path}: tensor {name} is none of a plain LoRA adapter, whose tensors end in {' and '.join(_HALVES)}"
             )
+        if name.removeprefix("blk.").partition(".")[2].partition(".")[0] in _REORDERED.get(named, ()):
+            raise ModelError(f"{path}: {name} is in an order of llama.cpp's; give the folder that PEFT saved")
         end = tensor.start + tensor.num_bytes
         if end > len(data):
             raise ModelError(f"{path} is truncated, or changed while it was read; {COPY_AGAIN}")
@@ -57,7 +66,7 @@ def read_gguf_adapter(path: pathlib.Path, max_bytes: int) -> Adapter:
         content, rows = memoryview(data)[tensor.start : end], math.prod(outer)
         half = matrix_of(path, name, tensor.kind, (rows, columns), content).view(tensor.shape)
         halves.setdefault(name.removesuffix(suffix), {})[_HALVES[suffix]] = half
-    return _assembled(path, architecture, alpha, halves)
+    return _assembled(path, ARCHITECTURES[named], alpha, halves)
 
 
 def _assembled(

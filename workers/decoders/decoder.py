@@ -121,7 +121,7 @@ class Decoder:
         embedded = self.embed(token_ids)
         inputs = token_ids if self.config.ngrams is not None or self._has_tables else None
         if self.weights.layer_inputs is not None:
-            inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+            inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels, metadata)
         result, hidden = self.forward_embedded(embedded, metadata, kv_caches, inputs), self.config.hidden_size
         tapped = result[:, hidden:]
         return (result[:, :hidden].contiguous() if tapped.shape[1] else result), tapped
@@ -219,7 +219,7 @@ class Decoder:
                 attend = functools.partial(self._attend_block, table, group, kv_cache[:2], heads)
                 run_mlp = functools.partial(self._block_mlp, metadata=metadata)
                 eps = config.rms_norm_eps
-                normed = mixer_input(layer.block, residual, embedded, eps, self._kernels, attend, run_mlp)
+                normed = mixer_input(layer.block, residual, embedded, eps, self._kernels, attend, run_mlp, metadata)
                 kv_cache = kv_cache[2:]
             if layer.joins_input:
                 assert inputs is not None
@@ -261,7 +261,8 @@ class Decoder:
             residual.add_(update)
             if layer.own_input is not None:
                 assert inputs is not None
-                residual.add_(add_own_input(layer.own_input, residual, inputs[index], config, self._kernels))
+                own = inputs[index]
+                residual.add_(add_own_input(layer.own_input, residual, own, config, self._kernels, metadata))
             normed = self._norm(residual.mul_(layer.scalar), next_norm)
         if config.num_layers in taps:
             tapped.append(residual)

@@ -61,7 +61,7 @@ def run_experts(
     if experts.shared is not None:
         result = experts.shared.down.forward(experts.shared.gated.forward(x, step), step).float()
         if experts.shared_gate is not None:
-            result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float()))
+            result = result * kernels.recurrent.sigmoid(experts.shared_gate.forward(x.float(), step))
         total += result
     joined = total.to(x.dtype)
     if experts.join is not None:

@@ -18,6 +18,7 @@ from manta.workers.decoders.head_gates import gated_heads
 from manta.workers.decoders.key_pools import choose_pools, write_pools
 from manta.workers.decoders.sparse_attention import TokenChoice, attend_chosen, choose_tokens, head_growth, index_keys
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.latent_adapters import latent_part
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import IndexerWeights, LatentAttentionWeights
 from manta.workers.models.model_config import HeadShape, LatentShape
@@ -29,7 +30,7 @@ def cached_layout(expansion: torch.Tensor, shape: LatentShape, head_dim: int) ->
     """
     num_heads = len(expansion) // (shape.plain_dim + shape.value_dim)
     padded = expansion.new_zeros((len(expansion), head_dim))
-    _latent_part(padded, shape).copy_(expansion.unflatten(-1, (2, -1)))
+    latent_part(padded, shape).copy_(expansion.unflatten(-1, (2, -1)))
     keys, values = padded.split((num_heads * shape.plain_dim, num_heads * shape.value_dim))
     return keys.unflatten(0, (num_heads, -1)), values.unflatten(0, (num_heads, -1)).transpose(1, 2)
 
@@ -71,6 +72,8 @@ def attend_latent(
     together = normed.new_empty((len(normed), heads.num_heads + writes, heads.head_dim))
     own, head = together[:, : heads.num_heads], together[:, -1]
     own.copy_(kernels.head_products(plain, weights.keys))
+    if weights.adapters is not None:
+        weights.adapters.add_to_queries(plain, own, metadata, kernels)
     _rotated_part(own, shape).copy_(rotated.unflatten(-1, (2, -1)))
     if writes:
         _write_head(weights, cached[0], head, kernels)
@@ -102,7 +105,11 @@ def attend_latent(
         attended = kernels.paged_attention(row, *kv_cache, metadata, heads, sliding_window, weights.sinks)
     else:
         attended = attend_chosen(row, kv_cache[0], choice, metadata, heads, kernels, sinks=weights.sinks)
-    values = kernels.head_products(attended.unflatten(-1, (heads.num_heads, -1)), weights.values).flatten(1)
+    attended = attended.unflatten(-1, (heads.num_heads, -1))
+    of_heads = kernels.head_products(attended, weights.values)
+    if weights.adapters is not None:
+        weights.adapters.add_to_values(attended, of_heads, metadata, kernels)
+    values = of_heads.flatten(1)
     if gates is not None:
         values = (values * kernels.recurrent.sigmoid(gates.float())).to(values.dtype)
     if weights.gate is not None:
@@ -121,18 +128,13 @@ def _write_head(weights: LatentAttentionWeights, cached: torch.Tensor, head: tor
     if weights.key_norm is not None:
         key = kernels.rms_norm(key, weights.key_norm, shape.norm_eps)
     _rotated_part(head, shape).copy_(key.unflatten(-1, (2, -1)))
-    _latent_part(head, shape).copy_(latent.unflatten(-1, (2, -1)))
+    latent_part(head, shape).copy_(latent.unflatten(-1, (2, -1)))
     head.unflatten(-1, (2, -1))[..., shape.cached_dim // 2 :] = 0
 
 
 def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
     """Returns the view [..., 2, rope_dim / 2] of the rotated dimensions of heads [..., head_dim]."""
     return head.unflatten(-1, (2, -1))[..., : shape.rope_dim // 2]
-
-
-def _latent_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
-    """Returns the view [..., 2, kv_rank / 2] of the dimensions of latent vectors."""
-    return head.unflatten(-1, (2, -1))[..., shape.rope_dim // 2 : shape.cached_dim // 2]
 
 
 def _index_part(head: torch.Tensor, shape: LatentShape, indexer: IndexerWeights) -> torch.Tensor:

@@ -146,7 +146,7 @@ class AdapterPools:
             for part in low_rank.parts:
                 taker = self._takers.get(pool_name(linear.spec, starts.index(part.first_output)))
                 if taker is None:
-                    module = linear.stored.parts[0].name
+                    module = linear.spec.parts[0].name
                     raise ModelError(f"{what} changes {module}, which takes no adapters on a TPU; set device to cpu")
                 a = low_rank.a[part.first_rank : part.first_rank + len(part.b)]
                 scales = np.full(len(part.b), part.scale, dtype=np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ GATED, DOWN = 0, 1
 """The linears of an expert."""
 _ONLY = 0
 """The number of the only adapter in an expert's own linears."""
+
+
+@runtime_checkable
+class HasOneByOne(Protocol):
+    """Experts that have copied those of which they were made."""
+
+    def one_by_one(self) -> list[GatedMlpWeights]:
+        """Returns the experts, in the memory of the layer's."""
+        ...
 
 
 class AdaptedExperts:
@@ -63,10 +72,10 @@ class AdaptedExperts:
         segments = [] if adapters is None else [each for each in adapters.segments.tolist() if each[0] in self._held]
         if adapters is None or not segments:
             return self._experts.forward(x, chosen, shares)
-        total = torch.empty(x.shape, dtype=torch.float32)
-        is_plain = torch.ones(len(x), dtype=torch.bool)
+        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        is_plain = torch.ones(len(x), dtype=torch.bool, device=x.device)
         for number, first, count, scale in segments:
-            rows = torch.from_numpy(adapters.rows[first : first + count]).long()
+            rows = torch.from_numpy(adapters.rows[first : first + count]).long().to(x.device)
             is_plain[rows] = False
             run, own = functools.partial(self._run, number, scale, step), (x[rows], chosen[rows], shares[rows])
             total[rows] = run_each(run, len(self._each), *own, self._scales_inputs)

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linear_protocol import Linear
 from manta.workers.kernels.linears import GatedLinear
-from manta.workers.kernels.weights import Linear
 
 MOST_ADAPTERS = 1024
 """Most adapters that a model holds. Each of its linears has a table of so many entries, of 24 bytes on CPUs."""
@@ -44,9 +44,13 @@ class LowRank(NamedTuple):
     def num_bytes(self) -> int:
         return self.a.nbytes + sum(part.b.nbytes for part in self.parts)
 
+    def on(self, device: torch.device) -> LowRank:
+        """Returns the same values on a device, without a copy if they are there."""
+        return LowRank(self.a.to(device), tuple(part._replace(b=part.b.to(device)) for part in self.parts))
 
-class AdaptedLinear(Linear, Protocol):
-    """A linear with the values of adapters, by the adapters' numbers. They may change between steps for numbers that no
+
+class HoldsAdapters(Protocol):
+    """What has the values of adapters, by the adapters' numbers. They may change between steps for numbers that no
     running sequence has.
     """
 
@@ -57,6 +61,10 @@ class AdaptedLinear(Linear, Protocol):
     def drop(self, number: int) -> None:
         """Forgets the values of an adapter; harmless if there are none."""
         ...
+
+
+class AdaptedLinear(Linear, HoldsAdapters, Protocol):
+    """A linear with adapters."""
 
 
 @runtime_checkable
@@ -84,7 +92,7 @@ def adapt(linear: Linear, adapting: LinearAdapting) -> tuple[Linear, AdaptedLine
 
 
 class TorchAdaptedLinear:
-    """The linear with adapters by torch alone."""
+    """The linear with adapters by torch alone, on any device."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -105,7 +113,9 @@ class TorchAdaptedLinear:
             low_rank = self._held.get(number)
             if low_rank is None:
                 continue
-            rows = torch.from_numpy(adapted.rows[first : first + count]).long()
+            if low_rank.a.device != x.device:
+                low_rank = self._held[number] = low_rank.on(x.device)
+            rows = torch.from_numpy(adapted.rows[first : first + count]).long().to(x.device)
             products = x[rows].float() @ low_rank.a.float().T
             for part in low_rank.parts:
                 rank, num_outputs = part.b.shape

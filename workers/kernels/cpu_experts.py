@@ -230,7 +230,7 @@ def fuse_mixture(mixture: ExpertsWeights, dtype: torch.dtype) -> FusedMixture | 
     if mixture.deep_router is not None or mixture.table is not None:
         return None
     shared_calls = None if mixture.shared is None else _calls(mixture.shared)
-    if mixture.shared is not None and shared_calls is None:
+    if mixture.shared is not None and (shared_calls is None or any(call.begin for call in shared_calls)):
         return None
     if gate is not None and not (isinstance(gate, ExactLinear) and gate.bias is None):
         return None

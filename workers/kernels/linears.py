@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.weights import Linear
+from manta.workers.kernels.linear_protocol import Linear
 
 
 class TorchLinear:
@@ -48,8 +48,8 @@ class LowRankLinear:
         self._ups = ups
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        narrow = self._down.forward(x).chunk(len(self._ups), dim=-1)
-        added = [up.forward(each.contiguous()) for up, each in zip(self._ups, narrow, strict=True)]
+        narrow = self._down.forward(x, step).chunk(len(self._ups), dim=-1)
+        added = [up.forward(each.contiguous(), step) for up, each in zip(self._ups, narrow, strict=True)]
         return self._linear.forward(x, step) + torch.cat(added, dim=-1)
 
 

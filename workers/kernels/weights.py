@@ -26,6 +26,7 @@ from manta.workers.models.model_config import ExpertsConfig, IndexerShape, Laten
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 if TYPE_CHECKING:
+    from manta.workers.kernels.latent_adapters import LatentAdapters
     from manta.workers.kernels.packed_files import PackedFiles
 
 
@@ -239,6 +240,8 @@ class LatentAttentionWeights:
     """[rope_dim], of the rotated key before its rotation; None in families without."""
     growth: GrowthWeights | None = None
     """Factors on the queries of each head; None for none."""
+    adapters: LatentAdapters | None = None
+    """What adapters add to the two weights; None if they take none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -90,6 +90,13 @@ class WeightPart(NamedTuple):
     elsewhere: WeightPart | None = None
     """The same part in checkpoints that store it in another way; None if all store it in one."""
 
+    def forms(self) -> Iterator[WeightPart]:
+        """Yields the part in each form in which checkpoints store it."""
+        form: WeightPart | None = self
+        while form is not None:
+            yield form
+            form = form.elsewhere
+
     @property
     def weight_name(self) -> str:
         return f"{self.name}.weight" if self.expert is None else self.name

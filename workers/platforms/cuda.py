@@ -18,7 +18,7 @@ import triton
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.kernels import reference
-from manta.workers.kernels.adapted_linear import LinearAdapting
+from manta.workers.kernels.adapted_linear import LinearAdapting, TorchAdaptedLinear
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import layer_shape
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
@@ -71,7 +71,7 @@ class CudaPlatform:
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
         self.adapting: Callable[[], LinearAdapting] | None = lambda: lambda linear: TritonAdaptedLinear(linear, device)
-        self.expert_adapting: Callable[[], LinearAdapting] | None = None
+        self.expert_adapting: Callable[[], LinearAdapting] | None = lambda: TorchAdaptedLinear
         self._group: NcclGroup | None = None
         self._has_experts = False
         self.graph_layouts: tuple[Layout, ...] = ()

@@ -56,7 +56,7 @@ def bank_without_weights(options: ModelOptions) -> tuple[AdapterBank, int]:
         getattr(torch, _dtype_of(options, config)),
         options.max_adapter_bytes,
         Shard(0, num_ranks, config.num_kv_heads) if num_ranks > 1 else None,
-        takes_experts=options.device != "cuda" and not splits_experts,
+        takes_experts=not splits_experts,
     )
     fixed = {each.digest: each.num_bytes for each in map(bank.read, options.adapters.values())}
     return bank, sum(fixed.values())

@@ -215,7 +215,7 @@ class WeightLoader:
         for spec in self.spec.layers:
             layers.append(self._layer(spec) if spec.repeats is None else layers[spec.repeats])
         final_norm = self._norm(self.spec.final_norm)
-        inputs = load_layer_inputs(self.spec.layer_inputs, self._readers)
+        inputs = load_layer_inputs(self.spec.layer_inputs, self._readers._replace(linear=self._adapted))
         streams = load_streams(self.spec.streams, self._readers)
         scaling = None if self.spec.embedding_scaling is None else self._vectors(self.spec.embedding_scaling)
         gate = self._norm_gate(self.spec.final_gate)
@@ -260,20 +260,20 @@ class WeightLoader:
             AttentionWeights(qkv, self._of_block(spec.attention.output), None, None),
             self._norm(spec.mlp_norm),
             GatedMlpWeights(gate_up, self._of_block(spec.mlp.down)),
-            self._linear(spec.result),
+            self._adapted(spec.result),
             self._norm(spec.mixer_norm),
         )
 
     def _of_block(self, spec: LinearSpec) -> Linear:
         """Returns a linear of a block, the same one for all layers that share it."""
         if spec not in self._of_blocks:
-            self._of_blocks[spec] = self._linear(spec)
+            self._of_blocks[spec] = self._adapted(spec)
         return self._of_blocks[spec]
 
     def _with_low_rank(self, linear: Linear, spec: LowRankSpec | None) -> Linear:
         if spec is None:
             return linear
-        return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
+        return LowRankLinear(linear, self._adapted(spec.down), [self._adapted(up) for up in spec.ups])
 
     def _table(self, part: WeightPart, width: int) -> Embedding:
         """Returns the lookup of a table [num_rows, width]."""
@@ -287,6 +287,8 @@ class WeightLoader:
         return Readers(self._linear, self._plain_linear, self._norm, self._tensor, self._vector, self._table)
 
     def _layer(self, spec: LayerSpec) -> LayerWeights:
+        adapts_input = spec.updates is None  # several streams are computed without the step
+        of_input = self._readers._replace(linear=self._adapted) if adapts_input else self._readers
         return LayerWeights(
             self._norm(spec.input_norm),
             None if spec.mixer is None else self._mixer(spec.mixer),
@@ -297,7 +299,7 @@ class WeightLoader:
             spec.is_parallel,
             spec.stream_factors,
             None if spec.beside is None else self._beside(spec.beside),
-            load_layer_input(spec.own_input, self._readers),
+            load_layer_input(spec.own_input, of_input),
             spec.stream_scale if spec.scalar is None else self._scalar(spec.scalar),
             None if spec.block is None else self._block(spec.block),
             load_updates(spec.updates, spec.mlp, self._readers, SquaresOverRanks(self._group, self._exact)),
@@ -374,7 +376,7 @@ class WeightLoader:
             self._choice_bias(spec),
             None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             share_scales,
-            shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+            shared_gate=None if spec.shared_gate is None else self._adapted_gate(spec.shared_gate),
             deep_router=None if spec.deep_router is None else self._deep_router(spec.deep_router),
             table=load_table(self._checkpoint, self._config, spec.table, self._platform),
         )
@@ -417,6 +419,11 @@ class WeightLoader:
         bias = None if weight.bias is None else place(weight.bias, torch.float32)
         self._checkpoint.release()
         return self._platform.make_router(dense, bias)
+
+    def _adapted_gate(self, spec: LinearSpec) -> Linear:
+        """Returns a small linear in float32, which takes adapters unless all is exact."""
+        linear = self._plain_linear(spec)
+        return linear if self._bank is None or self._exact else self._bank.around_plain(linear, spec)
 
     def _of_experts(self, name: str) -> torch.Tensor:
         """Returns a tensor with a number for each score of the router, in float32."""
@@ -519,9 +526,8 @@ class WeightLoader:
 
     @property
     def _reader(self) -> PartReader:
-        return PartReader(
-            self._adapted, self._plain_linear, self._dense, self._norm, self._tensor, self._sinks, self._placed
-        )
+        read = self._adapted, self._plain_linear, self._dense, self._norm, self._tensor, self._sinks, self._placed
+        return PartReader(*read, self._bank)
 
     def _dense(self, spec: LinearSpec) -> torch.Tensor:
         return self.linears.read(spec, shapes_only=False).dense()
@@ -548,7 +554,7 @@ class WeightLoader:
             )
         )
         if bank is not None:
-            linear = bank.around(linear, spec, self.linears.stored(spec))
+            linear = bank.around(linear, spec)
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
         self._checkpoint.release()

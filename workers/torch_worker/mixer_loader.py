@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.decoders.latent_attention import cached_layout
+from manta.workers.kernels.latent_adapters import LatentAdapters
 from manta.workers.kernels.weights import (
     CompressedAttentionWeights,
     CompressorWeights,
@@ -49,6 +51,8 @@ class PartReader(NamedTuple):
     sinks: Callable[[str], torch.Tensor]
     placed: Callable[[torch.Tensor], torch.Tensor]
     """A copy on the device, in the model's dtype."""
+    bank: AdapterBank | None
+    """The adapters that the model takes; None for none."""
 
 
 def load_latent_attention(read: PartReader, spec: LatentAttentionSpec, exact: bool) -> LatentAttentionWeights:
@@ -57,13 +61,17 @@ def load_latent_attention(read: PartReader, spec: LatentAttentionSpec, exact: bo
     keys, values = cached_layout(read.dense(spec.expansion), spec.shape, spec.head_dim)
     if exact:
         values = values.contiguous()  # its kernel would copy them in every step
+    placed_keys, adapters = read.placed(keys), None
+    if read.bank is not None:
+        adapters = LatentAdapters(spec.shape, placed_keys)
+        read.bank.beside(adapters, spec.expansion)
     return LatentAttentionWeights(
         shape=spec.shape,
         inputs=inputs,
         query_norm=None if spec.query_norm is None else read.norm(spec.query_norm),
         queries=queries,
         latent_norm=None if spec.latent_norm is None else read.norm(spec.latent_norm),
-        keys=read.placed(keys),
+        keys=placed_keys,
         values=read.placed(values),
         output=read.linear(spec.output),
         indexer=None if spec.indexer is None else _indexer(read, spec.indexer),
@@ -71,6 +79,7 @@ def load_latent_attention(read: PartReader, spec: LatentAttentionSpec, exact: bo
         key_norm=None if spec.key_norm is None else read.norm(spec.key_norm),
         sinks=None if spec.sinks is None else read.sinks(spec.sinks),
         growth=None if spec.growth is None else GrowthWeights(*map(read.sinks, spec.growth)),
+        adapters=adapters,
     )
 
 

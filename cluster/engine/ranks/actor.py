@@ -112,7 +112,7 @@ class RankActor:
         if self._worker is None:
             raise RankLost("the rank still loads its model")
         self._read = {each: adapter for each, adapter in self._read.items() if each in needed}
-        adapter = self._adapters.read(path)
+        adapter = call_aside(lambda: self._adapters.read(path))
         self._read[number] = adapter
         return adapter.digest, adapter.num_bytes
 

@@ -7,15 +7,16 @@ operators may call them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 
 import msgspec
 
-from manta.cluster.engine.adapter_table import AppliedAdapter
 from manta.cluster.errors import ServingError, error_of, refuse
-from manta.cluster.http.exchange.chosen_adapter import scaled_adapter
+from manta.cluster.http.exchange.chosen_adapter import names_of, scaled_adapters
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.named_paths import check_new_name
 from manta.cluster.protocol.adapter_scales import AdapterScale
@@ -93,17 +94,19 @@ async def load(state: AppState, exchange: Exchange, request: LoadAdapterRequest)
         if loaded is None:
             cause, remedy = "this server loads no adapters over HTTP", "set engine.adapter_roots"
             refuse("not_allowed", "lora_path", request.lora_path, remedy=remedy, cause=cause)
-        await loaded.refresh()
+        await _refresh(state)
         _check_free(state, of_model, request)
+        is_new = request.lora_name not in loaded.paths
         await loaded.load(request.lora_name, request.lora_path, request.load_inplace)
+        if is_new:
+            await _check_alone(state, of_model, loaded, request.lora_name)
         exchange.adapter_key = loaded.digest_of(request.lora_name) or ""
         return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
 
 
 async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequest) -> AdaptersAnswer:
     name = exchange.adapter = request.lora_name
-    for each in state.models:
-        await each.refresh_adapters()
+    await _refresh(state)
     loaded_by = {adapter: each for each in state.models for adapter in _loaded_for(each)}
     if name in loaded_by:
         async with loaded_by[name].in_use(exchange) as of_model:
@@ -117,6 +120,22 @@ async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequ
     raise error_of(Refusal("unknown_model", "lora_name", name, tuple(loaded_by) or "no adapter"))
 
 
+async def _refresh(state: AppState) -> None:
+    """Learns which adapters are loaded for each model."""
+    await asyncio.gather(*(each.refresh_adapters() for each in state.models))
+
+
+async def _check_alone(state: AppState, of_model: AppState, loaded: LoadedAdapters, name: str) -> None:
+    """Refuses an adapter that was loaded for a model while another ingress loaded one of its name for another model,
+    and unloads it. Each model has a table of its own, so neither of the two loads has kept the other out.
+    """
+    await _refresh(state)
+    other = next((each for each in state.models if each is not of_model and name in _loaded_for(each)), None)
+    if other is not None:
+        await loaded.unload(name)
+        refuse("name_taken", "lora_name", name, f"a name of the model {other.model_name}", "give another name")
+
+
 def _loaded_for(of_model: AppState) -> Collection[str]:
     """Returns the names of a model's loaded adapters."""
     return () if of_model.loaded_adapters is None else of_model.loaded_adapters.paths
@@ -127,8 +146,7 @@ async def scales(state: AppState, exchange: Exchange, _: None) -> list[ScaledAda
     await of_model.refresh_adapters()
     loaded, configured = of_model.loaded_adapters, of_model.config.engine.adapters
     paths = configured if loaded is None else {**configured, **loaded.paths}
-    applied = None if loaded is None else loaded.applied
-    of_names = {} if applied is None else {applied.name: applied.scale}
+    of_names = {} if loaded is None else {each.name: each.scale for each in loaded.applied}
     return [
         ScaledAdapter(id=number, name=name, path=paths[name], scale=of_names.get(name, 0.0))
         for number, name in enumerate(of_model.admission.names.adapters)
@@ -141,9 +159,9 @@ async def set_scales(state: AppState, exchange: Exchange, body: list[AdapterScal
             cause, remedy = "this server changes no adapters over HTTP", "set engine.adapter_roots"
             refuse("not_allowed", remedy=remedy, cause=cause)
         await of_model.refresh_adapters()
-        name, scale = scaled_adapter(of_model, body, "", None)
-        exchange.adapter = name
-        await of_model.loaded_adapters.apply(AppliedAdapter(name, scale) if name else None)
+        applied = scaled_adapters(of_model, body, "", None)
+        exchange.adapter = names_of(applied)
+        await of_model.loaded_adapters.apply(applied)
         return ScalesSet()
 
 

@@ -4,7 +4,7 @@ implements the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from manta.cluster.engine.adapter_table import AppliedAdapter
@@ -24,8 +24,8 @@ class LoadedAdapters(Protocol):
         ...
 
     @property
-    def applied(self) -> AppliedAdapter | None:
-        """The adapter of requests that name the model itself; None if they have none."""
+    def applied(self) -> Sequence[AppliedAdapter]:
+        """The adapters of requests that name the model itself; none if these do without."""
         ...
 
     @property
@@ -50,8 +50,8 @@ class LoadedAdapters(Protocol):
         """
         ...
 
-    async def apply(self, applied: AppliedAdapter | None) -> None:
-        """Lets later requests that name the model itself have an adapter, or none. Returns when every ingress knows."""
+    async def apply(self, applied: Sequence[AppliedAdapter]) -> None:
+        """Lets later requests that name the model itself have these adapters. Returns when every ingress knows."""
         ...
 
     async def unload(self, name: str, waits: bool = False) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError
@@ -152,8 +152,8 @@ class AdapterDirectory:
         return {name: each.path for name, each in self._table.loaded.items()}
 
     @property
-    def applied(self) -> AppliedAdapter | None:
-        return self._table.applied
+    def applied(self) -> Sequence[AppliedAdapter]:
+        return self._table.scaled
 
     @property
     def is_settling(self) -> bool:
@@ -218,15 +218,16 @@ class AdapterDirectory:
         while waits and removed not in self._table.digests and await self._engines.uses_adapter(removed):
             await asyncio.sleep(ENDING_PAUSE_S)
 
-    async def apply(self, applied: AppliedAdapter | None) -> None:
+    async def apply(self, applied: Sequence[AppliedAdapter]) -> None:
         def put(table: AdapterTable) -> AdapterTable:
-            if applied is not None and applied.name not in (*self._configured, *table.loaded):
-                cause = f"the adapter {applied.name!r} was unloaded meanwhile"
-                refuse("unfit", cause=cause, remedy="read the list of adapters again")
+            for each in applied:
+                if each.name not in (*self._configured, *table.loaded):
+                    cause = f"the adapter {each.name!r} was unloaded meanwhile"
+                    refuse("unfit", cause=cause, remedy="read the list of adapters again")
             return table.applying(applied)
 
         await self._change(put)
-        logger.info("requests that name the model have the adapter %r", applied)
+        logger.info("requests that name the model have the adapters %r", [*applied])
 
     async def _read_everywhere(self, path: str) -> LoadedAdapter:
         """Returns what every engine has found in a folder. Raises `ServingError` if one refuses it, if they differ, or

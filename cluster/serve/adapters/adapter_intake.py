@@ -37,15 +37,19 @@ def _is_gguf(path: str) -> bool:
 
 
 def read_within(
-    config: EngineConfig, folder: pathlib.Path, read: Callable[[str], ReadAdapter], num_fixed_bytes: int
+    config: EngineConfig,
+    path: str,
+    read: Callable[[str], ReadAdapter],
+    num_fixed_bytes: int,
+    field: str = "lora_path",
 ) -> ReadAdapter:
-    """Returns the adapter that `read` finds in a folder. Refuses one that takes more memory than the adapters of the
-    configuration leave, which have `num_fixed_bytes`.
+    """Returns the adapter that `read` finds at a path, which `field` has named. Refuses one that takes more memory than
+    the adapters of the configuration leave, which have `num_fixed_bytes`.
     """
-    adapter, room = read(str(folder)), config.max_adapter_bytes - num_fixed_bytes
+    adapter, room = read(path), config.max_adapter_bytes - num_fixed_bytes
     if adapter.num_bytes > room:
         remedy = "raise engine.max_adapter_bytes"
-        refuse("over_limit", "lora_path", adapter.num_bytes, room, remedy, unit="bytes")
+        refuse("over_limit", field, adapter.num_bytes, room, remedy, unit="bytes")
     return adapter
 
 

@@ -58,7 +58,7 @@ def check_adapter(config: EngineConfig, server: str, path: str) -> LoadedAdapter
         except (ModelError, ValueError, OSError) as error:
             raise RuntimeError(f"the model cannot be read where the adapter was to be checked: {error}") from error
         with refusing(path):
-            adapter = read_within(config, folder, bank.read, num_fixed_bytes)
+            adapter = read_within(config, str(folder), bank.read, num_fixed_bytes)
             AdapterCopies(server, config.max_adapter_bytes).keep(folder, adapter.digest)
         return LoadedAdapter(str(folder), adapter.digest)
     except ServingError as error:

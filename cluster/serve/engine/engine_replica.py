@@ -45,7 +45,7 @@ from manta.structured.low_priority import call_aside
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.structured.visible_text import say
-from manta.workers.adapter_key import AdapterKey
+from manta.workers.adapter_key import keys_of
 from manta.workers.model_info import ModelInfo
 from manta.workers.phases import Phases
 from manta.workers.ranks.rank_worker import ReadAdapter
@@ -304,7 +304,7 @@ class EngineReplica:
         its deadline, and later requests with adapters wait behind it. Otherwise requests with one adapter could keep
         out another one for ever.
         """
-        request = running.request
+        request = running.request = adapters.with_values(running.request)
         if not self._lacks_room and await asyncio.wrap_future(self._thread.add_held(running, constraint)):
             return
         ends = None if request.deadline_s is None else running.arrived + request.deadline_s
@@ -324,7 +324,7 @@ class EngineReplica:
                     if await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
                         return
                     if adapter is None:
-                        adapter = await adapters.find(AdapterKey.of(running.request.adapter).digest)
+                        running.request, adapter = await adapters.find_for(running.request)
                         continue
                     self._lacks_room = True
                 except ConnectionError as error:  # a rank has died; its successor reads the adapter again
@@ -377,8 +377,8 @@ class EngineReplica:
         return digest in self._used_adapters()
 
     def _used_adapters(self) -> frozenset[str]:
-        requests = (request for call in self._calls for request in call.open.values() if request.adapter)
-        return frozenset(AdapterKey.of(request.adapter).digest for request in requests)
+        requests = [request for call in self._calls for request in call.open.values() if request.adapter]
+        return frozenset(key.digest for request in requests for key in keys_of(request.adapter))
 
     async def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes blocks from the prefix store."""

@@ -25,7 +25,7 @@ from manta.cluster.engine.request import EngineRequest
 from manta.cluster.serve.routing.adapter_holders import adapter_key
 from manta.cluster.serve.routing.placement import Placement, Prompt
 from manta.cluster.serve.routing.prefix_index import block_keys
-from manta.workers.adapter_key import AdapterKey
+from manta.workers.adapter_key import keys_of
 
 SILENT_BEATS = 4
 """Missed heartbeats (0.6 s) after which requests continue on another replica. A step holds up an engine's event loop
@@ -231,7 +231,7 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
         num_sequences=request.params.n,
         client=request.client,
         session=request.session,
-        adapter=adapter_key(AdapterKey.of(request.adapter).digest) if request.adapter else 0,
+        adapter=adapter_key(keys_of(request.adapter)[0].digest) if request.adapter else 0,
     )
 
 

@@ -48,10 +48,9 @@ class TritonAdaptedLinear:
         self._most_ranks = self._num_parts = 0
 
     def hold(self, number: int, low_rank: LowRank) -> None:
-        parts = tuple(part._replace(b=part.b.to(self._device)) for part in low_rank.parts)
-        placed = LowRank(low_rank.a.to(self._device), parts)
-        has_more_parts = len(parts) > self._num_parts
-        self._num_parts = max(self._num_parts, len(parts))
+        placed = low_rank.on(self._device)
+        has_more_parts = len(placed.parts) > self._num_parts
+        self._num_parts = max(self._num_parts, len(placed.parts))
         self._held[number] = placed
         self._write_tables()
         if has_more_parts:  # the kernels have a form for each number of parts

@@ -36,6 +36,7 @@ class StackedLinear:
         self._tensors: _Tensors = tuple(
             None if each is None else each.new_empty((num_experts, *each.shape)) for each in _tensors_of(linear)
         )
+        self._example = self._made_of(first, 0)
 
     @property
     def out_features(self) -> int:
@@ -63,18 +64,23 @@ class StackedLinear:
                 stacked[expert].copy_(tensor)
         return True
 
-    def like(self, expert: int, linear: Linear) -> Linear:
-        """Returns a linear like the first one, made of a copy of an expert's tensors."""
-        copies = [None if each is None else each[expert].clone() for each in self._tensors]
+    def linear(self, expert: int, copies: bool = False) -> Linear:
+        """Returns the linear of an expert, in the memory of all or, if it `copies`, in its own."""
+        return self._made_of(self._example, expert, copies)
+
+    def _made_of(self, example: Linear, expert: int, copies: bool = False) -> Linear:
+        """Returns a linear like `example`, made of an expert's tensors."""
+        views = [None if each is None else each[expert] for each in self._tensors]
+        tensors = [None if each is None else each.clone() for each in views] if copies else views
         if self.form is None:
-            weight, bias = copies
+            weight, bias = tensors
             assert weight is not None
             own: Linear = TorchLinear(weight, bias)
         else:
-            inner = _inner(linear)
+            inner = _inner(example)
             assert isinstance(inner, TritonQuantizedLinear)
-            own = TritonQuantizedLinear(DeviceWeight(self.form, WeightTensors(*copies)), inner.gated)  # type: ignore[arg-type]
-        return linear.around(own) if isinstance(linear, GatedLinear) else own
+            own = TritonQuantizedLinear(DeviceWeight(self.form, WeightTensors(*tensors)), inner.gated)  # type: ignore[arg-type]
+        return example.around(own) if isinstance(example, GatedLinear) else own
 
     def multiply(
         self, x: torch.Tensor, chosen: torch.Tensor, blocks: ExpertBlocks, activation: Activation, pairs_of_row: int
@@ -100,6 +106,11 @@ class GroupedExperts:
         self.linears = gated, down
         self.activation = Activation(activation, is_gated=gated.out_features == 2 * down.in_features)
         self._scales_inputs = scales_inputs
+
+    def one_by_one(self) -> list[GatedMlpWeights]:
+        """Returns the experts, in the memory of the layer's."""
+        gated, down = self.linears
+        return [GatedMlpWeights(gated.linear(each), down.linear(each)) for each in range(gated.num_experts)]
 
     def block_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
         """Returns the pairs of a block, for rows of this dtype."""
@@ -131,7 +142,7 @@ def join(experts: Iterable[GatedMlpWeights], num_experts: int, activation: str, 
     if not others:
         return GroupedExperts(gated, down, activation, scales_inputs)
     alone = (
-        others.get(index) or GatedMlpWeights(gated.like(index, first.gated), down.like(index, first.down))
+        others.get(index) or GatedMlpWeights(gated.linear(index, copies=True), down.linear(index, copies=True))
         for index in range(num_experts)
     )
     return LoopedExperts(alone, scales_inputs)
