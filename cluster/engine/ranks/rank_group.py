@@ -23,8 +23,10 @@ from manta.cluster.engine.ranks.claims import (
     listed,
     node_cpus,
     rank_bundle,
+    shared_claim,
     tpus_each,
 )
+from manta.cluster.engine.ranks.load_reports import current_key
 from manta.cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
 from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.structured.visible_logs import logger_of
@@ -113,7 +115,11 @@ class RankGroup:
         (folder,) = _results([self._actors[0].open_folder.remote()], seconds)
         is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors], seconds))
         (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)], seconds)
-        loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
+        keys = [current_key()] + [""] * (self._num_ranks - 1)  # rank 0 tells how far all are
+        loading = [
+            actor.load.remote(self._config, rank, group_address, key)
+            for rank, (actor, key) in enumerate(zip(self._actors, keys, strict=True))
+        ]
         info, *_ = _results(loading, seconds)
         listener = Listener(ray.util.get_node_ip_address())
         for actor in self._actors:
@@ -148,7 +154,7 @@ class RankGroup:
         if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
             return self._placement
         self._remove_placement()
-        claims = [rank_bundle(self._config)] * self._num_ranks
+        claims = [rank_bundle(self._config) | shared_claim()] * self._num_ranks
         self._placement = placement = placement_group(claims, **self._placement_options(seconds))
         if not placement.wait(seconds):
             self._remove_placement()

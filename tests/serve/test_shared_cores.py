@@ -1,0 +1,143 @@
+"""The claim of the models on demand on their node's cores: how much they claim together, and when the loader claims it
+and gives it back. `tests/serve/test_shared_cores_on_ray.py` has the same on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manta.cluster.config import EngineConfig, ServedModel
+from manta.cluster.engine.ranks import claims
+from manta.cluster.engine.ranks.claims import SHARE, shared_claim, shared_resource
+from manta.cluster.serve.fleet import loader, loader_deployment, model_application
+from manta.cluster.serve.fleet.loader_deployment import LOADER, DeployedModels
+from manta.cluster.serve.fleet.model_application import placed_model
+from manta.cluster.serve.fleet.shared_cores import shared_bundles, shares_cores
+from tests.async_tests import async_test
+from tests.patience import until
+from tests.serve.test_fleet import ADDRESS, details
+from tests.serve.test_models_on_demand import on_demand, ready, world_of
+
+NODES = [4]
+RESOURCE = shared_resource("1f")
+
+
+def placed(name: str, on_demand: bool = True, **options: Any) -> ServedModel:
+    engine = EngineConfig(model="demo", device="cpu", **options)
+    return placed_model(ServedModel(name=name, on_demand=on_demand, engine=engine), NODES)
+
+
+@pytest.mark.parametrize(
+    ("most_nodes", "free", "cpus", "num_nodes"),
+    [
+        (3, [4.0], 4, 1),
+        (3, [4.0, 4.0, 0.0], 4, 2),  # no node without cores
+        (1, [4.0, 4.0], 4, 1),
+        (3, [8.0, 4.0], 4, 2),  # engines have as many threads as the smallest node has cores
+        (3, [2.0], 2, 1),  # a model with threads of its own claims the others
+        (3, [2.5, 1.0], 2, 1),
+        (3, [0.5, 0.0], 4, 1),  # it waits
+        (3, [], 4, 1),
+    ],
+)
+def test_cores_are_claimed_once(most_nodes: int, free: Sequence[float], cpus: int, num_nodes: int) -> None:
+    assert shared_bundles(4, most_nodes, free) == [{"CPU": cpus}] * num_nodes
+
+
+def test_who_shares() -> None:
+    model = placed("a")
+    assert (model.engine.num_threads, shares_cores(model)) == (4, True)
+    assert not shares_cores(placed("a", num_threads=2))
+    assert not shares_cores(placed("a", on_demand=False))
+    on_gpu = placed_model(ServedModel(on_demand=True, engine=EngineConfig(model="demo", device="cuda")), NODES)
+    assert not shares_cores(on_gpu)
+
+
+def test_ranks_start_where_their_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assigned = {RESOURCE: SHARE, "GPU": 1.0}
+    context = SimpleNamespace(get_assigned_resources=lambda: assigned)
+    monkeypatch.setattr(claims, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    assert shared_claim() == {RESOURCE: SHARE}
+
+
+class Cores:
+    """In place of the claim in Ray."""
+
+    def __init__(self) -> None:
+        self.claimed: list[int] = []
+        self.num_released = 0
+
+    def claim(self, num_cores: int) -> str:
+        self.claimed.append(num_cores)
+        return RESOURCE
+
+    def release(self) -> None:
+        self.num_released += 1
+
+
+@async_test
+async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"replicas": [{"replica_id": "own", "state": "RUNNING"}]}
+    applications: dict[str, Any] = {ADDRESS: {"status": "RUNNING", "deployments": {LOADER: own}}}
+    resources: dict[str, Any] = {}
+
+    def run_many(targets: list[Any], **_: Any) -> None:
+        for target in targets:
+            options = target.target._bound_deployment.ray_actor_options
+            resources[target.name] = options.get("resources")
+
+    monkeypatch.setattr(loader_deployment, "serve_applications", lambda: applications)
+    monkeypatch.setattr(loader_deployment.serve, "run_many", run_many)
+    for asked in ("has_one_node", "has_room_for_another"):
+        monkeypatch.setattr(model_application, asked, lambda *_: True)
+    deployed, cores = DeployedModels(ADDRESS, "own", 1), Cores()
+    deployed._cores = cores  # type: ignore[assignment]
+
+    async def look() -> None:
+        await deployed.look()
+        await deployed.release_cores()
+
+    for _ in range(2):
+        await look()
+    assert cores.num_released == 1, "a loader before it may have left the claim"
+    await deployed.deploy(placed("own", num_threads=2))
+    assert (cores.claimed, resources) == ([], {"manta.own": {}})
+    for name in ("a", "b"):
+        await deployed.deploy(placed(name))
+        await deployed.release_cores()
+        applications[f"manta.{name}"] = details(placed(name), "DEPLOYING", ("STARTING",), by_loader=True)
+        await look()
+    assert (cores.claimed, cores.num_released) == ([4, 4], 1)
+    assert resources["manta.a"] == resources["manta.b"] == {RESOURCE: SHARE}
+
+    del applications["manta.a"]
+    await look()
+    applications["manta.b"] = {"status": "DELETING", "deployments": {}}
+    await look()
+    assert cores.num_released == 1, "its engine has not ended yet"
+    del applications["manta.b"]
+    for _ in range(2):
+        await look()
+    assert cores.num_released == 2
+
+
+@async_test
+async def test_the_cores_of_models_that_are_not_loaded_are_given_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the loader has had nothing to do for a while. It waits until the last model has ended."""
+    monkeypatch.setattr(loader, "KEEP_CORES_S", 0.001)
+    async with world_of(on_demand("a")) as world:
+        ingress = await ready(world)
+        await until(lambda: world.num_released > 0)
+        await ingress.text("a")
+        await world.begin_unload("a")
+        await until(lambda: not world.applications)
+        world.num_released = 0
+        await until(lambda: world.num_released > 0)
+        await ingress.text("a")
+        assert world.deployed == ["a", "a"]
