@@ -1,5 +1,5 @@
 """The claim of the models on demand on their node's cores: how much they claim together, and when the loader claims it
-and gives it back. `tests/serve/test_shared_cores_on_ray.py` has the same on a cluster.
+and gives it back. `tests/serve/test_joined_ray.py` and `tests/serve/test_models_on_demand_on_ray.py` have it on Ray.
 """
 
 from __future__ import annotations
