@@ -129,5 +129,5 @@ def _state(card: ModelCard) -> str:
     if card.updating is True:
         return "updating"
     if card.progress is not UNSET:
-        return f"loading ({card.progress.current} {card.progress.value:.0%})"
+        return f"loading ({visible(card.progress.current)} {card.progress.value:.0%})"
     return "loaded" if card.state is UNSET else card.state

@@ -21,6 +21,7 @@ from tests.patience import wait_until
 from tests.serve.test_fleet import ADDRESS, details
 from tests.serve.test_models_on_demand import TURNS, Ingress, World, on_demand, ready, world_of
 
+REPORT_S = 0.001
 BOTH = (TEXT_MODEL, SPEC_MODEL)
 
 
@@ -53,14 +54,13 @@ class Reporting(World):
 def store(monkeypatch: pytest.MonkeyPatch) -> ReportStore:
     store = ReportStore()
     monkeypatch.setattr(load_reports, "internal_kv", store)
-    monkeypatch.setattr(load_reports, "REPORT_S", 0.001)
     return store
 
 
 def test_a_load_is_reported_while_it_goes_on(store: ReportStore) -> None:
     key = report_key("manta.a", "1")
     LOAD_METER.begin(*BOTH)
-    with reported(key):
+    with reported(key, REPORT_S):
         assert current_key() == key
         LOAD_METER.enter(TEXT_MODEL)
         LOAD_METER.expect(200)
@@ -85,7 +85,7 @@ def test_a_store_that_fails_ends_no_load(store: ReportStore, monkeypatch: pytest
 
     monkeypatch.setattr(store, "_internal_kv_put", put)
     LOAD_METER.begin(TEXT_MODEL)
-    with reported("a"):
+    with reported("a", REPORT_S):
         wait_until(lambda: asked == ["a"])
     with reported(""):
         assert current_key() == ""

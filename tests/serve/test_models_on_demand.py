@@ -66,7 +66,9 @@ def on_demand(name: str, *aliases: str, **options: int) -> ServedModel:
 class World:
     """Serve with the loader of an address, and its ingresses."""
 
-    def __init__(self, *models: ServedModel, max_loaded: int = 2, broken: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *models: ServedModel, max_loaded: int = 2, broken: tuple[str, ...] = (), keep_cores_s: float = 10.0
+    ) -> None:
         self.models = models
         self.broken = broken
         self.applications: dict[str, dict[str, Any]] = {}
@@ -83,7 +85,7 @@ class World:
         self.has_loader = True
         self.kept = KeptChanges()
         listed, most = ListedModels(models, models, self.kept), Amount(max_loaded, None)
-        self.loader = Loader(ADDRESS, listed, most, 0.0, self, step_s=0.005)
+        self.loader = Loader(ADDRESS, listed, most, 0.0, self, step_s=0.005, keep_cores_s=keep_cores_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = asyncio.ensure_future(self.loader.run())
 

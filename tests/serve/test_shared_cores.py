@@ -13,7 +13,7 @@ import pytest
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.engine.ranks import claims
 from manta.cluster.engine.ranks.claims import SHARE, shared_claim, shared_resource
-from manta.cluster.serve.fleet import loader, loader_deployment, model_application
+from manta.cluster.serve.fleet import loader_deployment, model_application
 from manta.cluster.serve.fleet.loader_deployment import LOADER, DeployedModels
 from manta.cluster.serve.fleet.model_application import placed_model
 from manta.cluster.serve.fleet.shared_cores import shared_bundles, shares_cores
@@ -64,7 +64,7 @@ def test_ranks_start_where_their_engine_does(monkeypatch: pytest.MonkeyPatch) ->
     assert shared_claim() == {RESOURCE: SHARE}
 
 
-class Cores:
+class OwnCores:
     """In place of the claim in Ray."""
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
     monkeypatch.setattr(loader_deployment.serve, "run_many", run_many)
     for asked in ("has_one_node", "has_room_for_another"):
         monkeypatch.setattr(model_application, asked, lambda *_: True)
-    deployed, cores = DeployedModels(ADDRESS, "own", 1), Cores()
-    deployed._cores = cores  # type: ignore[assignment]
+    cores = OwnCores()
+    deployed = DeployedModels(ADDRESS, "own", cores)
 
     async def look() -> None:
         await deployed.look()
@@ -128,10 +128,9 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
 
 
 @async_test
-async def test_the_cores_of_models_that_are_not_loaded_are_given_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cores_of_models_that_are_not_loaded_are_given_back_later() -> None:
     """When the loader has had nothing to do for a while. It waits until the last model has ended."""
-    monkeypatch.setattr(loader, "KEEP_CORES_S", 0.001)
-    async with world_of(on_demand("a")) as world:
+    async with world_of(on_demand("a"), keep_cores_s=0.001) as world:
         ingress = await ready(world)
         await until(lambda: world.num_released > 0)
         await ingress.text("a")

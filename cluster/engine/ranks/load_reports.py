@@ -21,7 +21,7 @@ from manta.workers.load_meter import LOAD_METER, LoadProgress
 logger = logger_of(__name__)
 
 REPORT_S = 0.25
-"""Seconds between two reports. A load that is shorter makes none."""
+"""Default of the seconds between two reports. A load that is shorter makes none."""
 _NAMESPACE = "manta-loads"
 _KEY: contextvars.ContextVar[str] = contextvars.ContextVar("load_report", default="")
 # msgspec (0.22) describes a type when it is first used. Two threads that do so at the same time end the process.
@@ -40,15 +40,15 @@ def current_key() -> str:
 
 
 @contextlib.contextmanager
-def reported(key: str) -> Iterator[None]:
-    """Reports under a key how far the load in the body of the `with` is, and removes the report at its end. An empty
-    key reports nothing.
+def reported(key: str, report_s: float = REPORT_S) -> Iterator[None]:
+    """Reports under a key how far the load in the body of the `with` is, every `report_s` seconds, and removes the
+    report at its end. An empty key reports nothing.
     """
     if not key:
         yield
         return
     is_over = threading.Event()
-    thread = threading.Thread(target=_report, args=(key, is_over), name="load-report", daemon=True)
+    thread = threading.Thread(target=_report, args=(key, report_s, is_over), name="load-report", daemon=True)
     token = _KEY.set(key)
     thread.start()
     try:
@@ -59,10 +59,10 @@ def reported(key: str) -> Iterator[None]:
         thread.join()
 
 
-def _report(key: str, is_over: threading.Event) -> None:
+def _report(key: str, report_s: float, is_over: threading.Event) -> None:
     told: LoadProgress | None = None
     try:
-        while not is_over.wait(REPORT_S):
+        while not is_over.wait(report_s):
             progress = LOAD_METER.progress
             if progress not in (None, told):
                 internal_kv._internal_kv_put(key, _ENCODER.encode(progress), namespace=_NAMESPACE)

@@ -42,8 +42,8 @@ LOOKS_IN_LOAD = 16
 so that a short load is noticed soon and a long one costs few looks.
 """
 KEEP_CORES_S = 10.0
-"""Seconds for which an address without loaded models on demand keeps the cores that they share. Ray needs up to a
-second to grant cores that were just given back.
+"""Default of the seconds for which an address without loaded models on demand keeps the cores that they share. Ray
+needs up to a second to grant cores that were just given back.
 """
 MOST_LOADING_S = 600.0
 """Seconds after which a model that still loads gives its place to others, although requests wait for it: its download
@@ -57,7 +57,8 @@ class Loader:
     """Loads and unloads the `models` of the application `address`. Of those on demand at most `most` are there at a
     time, those that are starting or leaving included, and each stays for `min_loaded_s` seconds. The others are
     deployed at once and kept. `now` is a clock in seconds. `step_s` are the seconds between two looks at Serve while
-    requests wait.
+    requests wait. While none of those on demand is loaded, they keep the cores that they share for `keep_cores_s`
+    seconds.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Loader:
         deployments: Deployments,
         now: Callable[[], float] = time.monotonic,
         step_s: float = STEP_S,
+        keep_cores_s: float = KEEP_CORES_S,
     ) -> None:
         self._address = address
         self._list = models
@@ -83,6 +85,7 @@ class Loader:
         self._deployments = deployments
         self._now = now
         self._step_s = step_s
+        self._keep_cores_s = keep_cores_s
         self._found: dict[str, FoundModel] = {}
         """Models of the list that have an application, as Serve told last."""
         self._leaving: frozenset[str] = frozenset()
@@ -287,19 +290,19 @@ class Loader:
             await asyncio.sleep(self._step_s / STEPS_AT_MOST)
 
     async def _rest(self) -> None:
-        """Returns when there is something to do. Meanwhile, after `KEEP_CORES_S`, models on demand that are not loaded
+        """Returns when there is something to do. Meanwhile, after `keep_cores_s`, models on demand that are not loaded
         claim no cores any more.
         """
-        retry_s = self._retry_s
-        if retry_s is not None and retry_s <= KEEP_CORES_S:
+        retry_s, keep_s = self._retry_s, self._keep_cores_s
+        if retry_s is not None and retry_s <= keep_s:
             await self._wait_for_news(retry_s)
-        elif not await self._wait_for_news(KEEP_CORES_S):
+        elif not await self._wait_for_news(keep_s):
             try:
                 async with self._turn:
                     await self._deployments.release_cores()
             except Exception as error:  # Ray's store may be restarting, and Ray raises many types
                 logger.warning("the cores of models on demand are not given back yet: %s", in_words(error))
-            await self._wait_for_news(None if retry_s is None else retry_s - KEEP_CORES_S)
+            await self._wait_for_news(None if retry_s is None else retry_s - keep_s)
 
     @property
     def _youngest_load_s(self) -> float:

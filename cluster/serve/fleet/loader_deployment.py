@@ -37,7 +37,7 @@ from manta.cluster.serve.fleet.model_application import (
     placed_model,
 )
 from manta.cluster.serve.fleet.model_changes import GcsChanges
-from manta.cluster.serve.fleet.shared_cores import SharedCores, shares_cores
+from manta.cluster.serve.fleet.shared_cores import Cores, SharedCores, shares_cores
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
 from manta.cluster.serve.scaling.cluster_state import is_removed
 from manta.cluster.serve.starting import warm_process
@@ -57,12 +57,12 @@ HOLDERS = ("ingress", "batches")
 
 class DeployedModels:
     """The models of the application `address`, for the loader that is Serve's replica `own_id`. Implements
-    `manta.cluster.serve.fleet.deployments.Deployments` with Serve. At most `most_loaded` models on demand are there.
+    `manta.cluster.serve.fleet.deployments.Deployments` with Serve. `cores` are those that models on demand share.
     """
 
-    def __init__(self, address: str, own_id: str, most_loaded: int) -> None:
+    def __init__(self, address: str, own_id: str, cores: Cores) -> None:
         self._address = address
-        self._cores = SharedCores(address, most_loaded)
+        self._cores = cores
         self._may_hold_cores = True
         """Whether cores may be claimed. A loader before this one may have claimed them."""
         self._shares_cores = False
@@ -225,7 +225,8 @@ class DeployedLoader(ReplicaProcess):
         super().__init__()
         with told_in_words():
             context = serve.get_replica_context()
-            self._deployed = DeployedModels(context.app_name, context.replica_id.unique_id, max_loaded)
+            cores = SharedCores(context.app_name, max_loaded)
+            self._deployed = DeployedModels(context.app_name, context.replica_id.unique_id, cores)
             models = ListedModels(entries, placed, GcsChanges(context.app_name))
             most = Amount(max_loaded, max_bytes)
             self._loader = Loader(context.app_name, models, most, min_loaded_s, self._deployed)

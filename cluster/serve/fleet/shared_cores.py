@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
@@ -37,17 +38,28 @@ def shared_bundles(num_cores: int, most_nodes: int, free: Sequence[float]) -> li
     return [{"CPU": float(cpus)}] * max(1, min(most_nodes, num_fitting))
 
 
+class Cores(Protocol):
+    """The claim of an address on cores. Its methods wait for whoever grants it."""
+
+    def claim(self, num_cores: int) -> str:
+        """Claims `num_cores` of each node, unless cores are claimed. Returns the resource of which each engine claims
+        `SHARE`.
+        """
+        ...
+
+    def release(self) -> None:
+        """Gives the cores back if they are claimed."""
+        ...
+
+
 class SharedCores:
-    """The claim of the application `address` on the cores of up to `most_nodes` nodes. Its methods wait for Ray."""
+    """The claim of the application `address` on the cores of up to `most_nodes` nodes, in Ray. Implements `Cores`."""
 
     def __init__(self, address: str, most_nodes: int) -> None:
         self._name = f"manta-cores-{address}"
         self._most_nodes = most_nodes
 
     def claim(self, num_cores: int) -> str:
-        """Claims `num_cores` of each node, unless cores are claimed. Returns the resource of which each engine claims
-        `SHARE`.
-        """
         group, deadline = self._find(), time.monotonic() + GRANT_S
         while group is None:
             free = [node.get("CPU", 0.0) for node in available_resources_per_node().values()]
@@ -59,7 +71,6 @@ class SharedCores:
         return shared_resource(group.id.hex())
 
     def release(self) -> None:
-        """Gives the cores back if they are claimed."""
         group = self._find()
         if group is not None:
             remove_placement_group(group)
