@@ -5,14 +5,11 @@ and gives it back. `tests/serve/test_joined_ray.py` and `tests/serve/test_models
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from manta.cluster.config import EngineConfig, ServedModel
-from manta.cluster.engine.ranks import claims
-from manta.cluster.engine.ranks.claims import SHARE, shared_claim, shared_resource
 from manta.cluster.serve.fleet import loader_deployment, model_application
 from manta.cluster.serve.fleet.loader_deployment import LOADER, DeployedModels
 from manta.cluster.serve.fleet.model_application import placed_model
@@ -23,7 +20,6 @@ from tests.serve.test_fleet import ADDRESS, details
 from tests.serve.test_models_on_demand import on_demand, ready, world_of
 
 NODES = [4]
-RESOURCE = shared_resource("1f")
 
 
 def placed(name: str, on_demand: bool = True, **options: Any) -> ServedModel:
@@ -57,13 +53,6 @@ def test_who_shares() -> None:
     assert not shares_cores(on_gpu)
 
 
-def test_ranks_start_where_their_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assigned = {RESOURCE: SHARE, "GPU": 1.0}
-    context = SimpleNamespace(get_assigned_resources=lambda: assigned)
-    monkeypatch.setattr(claims, "ray", SimpleNamespace(get_runtime_context=lambda: context))
-    assert shared_claim() == {RESOURCE: SHARE}
-
-
 class OwnCores:
     """In place of the claim in Ray."""
 
@@ -71,9 +60,8 @@ class OwnCores:
         self.claimed: list[int] = []
         self.num_released = 0
 
-    def claim(self, num_cores: int) -> str:
+    def claim(self, num_cores: int) -> None:
         self.claimed.append(num_cores)
-        return RESOURCE
 
     def release(self) -> None:
         self.num_released += 1
@@ -85,12 +73,10 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
 ) -> None:
     own = {"replicas": [{"replica_id": "own", "state": "RUNNING"}]}
     applications: dict[str, Any] = {ADDRESS: {"status": "RUNNING", "deployments": {LOADER: own}}}
-    resources: dict[str, Any] = {}
+    started: list[str] = []
 
     def run_many(targets: list[Any], **_: Any) -> None:
-        for target in targets:
-            options = target.target._bound_deployment.ray_actor_options
-            resources[target.name] = options.get("resources")
+        started.extend(target.name for target in targets)
 
     monkeypatch.setattr(loader_deployment, "serve_applications", lambda: applications)
     monkeypatch.setattr(loader_deployment.serve, "run_many", run_many)
@@ -107,14 +93,13 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
         await look()
     assert cores.num_released == 1, "a loader before it may have left the claim"
     await deployed.deploy(placed("own", num_threads=2))
-    assert (cores.claimed, resources) == ([], {"manta.own": {}})
+    assert (cores.claimed, started) == ([], ["manta.own"])
     for name in ("a", "b"):
         await deployed.deploy(placed(name))
         await deployed.release_cores()
         applications[f"manta.{name}"] = details(placed(name), "DEPLOYING", ("STARTING",), by_loader=True)
         await look()
     assert (cores.claimed, cores.num_released) == ([4, 4], 1)
-    assert resources["manta.a"] == resources["manta.b"] == {RESOURCE: SHARE}
 
     del applications["manta.a"]
     await look()

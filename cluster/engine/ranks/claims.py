@@ -22,11 +22,6 @@ SLICE_LABEL = "ray.io/tpu-slice-name"
 """The node label that holds the name of its TPU slice."""
 
 
-_GROUP_RESOURCE = "bundle_group_"
-SHARE = 0.001
-"""The amount of such a resource that an engine claims. Ray gives each node of a placement group 1,000 of it."""
-
-
 class CannotPlace(ValueError):
     """The cluster has no room for the claimed resources. The message names the claim, the available resources and the
     remedy.
@@ -123,17 +118,6 @@ def rank_bundle(config: EngineConfig) -> dict[str, float]:
     if config.claims_cpus:
         return {"CPU": float(config.num_threads or 1)} | devices
     return devices or {"memory": 1.0}  # one byte, because Ray refuses empty bundles
-
-
-def shared_resource(group: str) -> str:
-    """Returns the resource that Ray gives to the nodes of a placement group, by its id in hexadecimal."""
-    return f"{_GROUP_RESOURCE}{group}"
-
-
-def shared_claim() -> dict[str, float]:
-    """Returns what this actor claims of cores that are claimed for several models, which its ranks claim too."""
-    assigned: dict[str, float] = ray.get_runtime_context().get_assigned_resources()
-    return {name: SHARE for name in assigned if name.startswith(_GROUP_RESOURCE)}
 
 
 def gpus_each(config: EngineConfig) -> int:

@@ -23,7 +23,6 @@ from manta.cluster.engine.ranks.claims import (
     listed,
     node_cpus,
     rank_bundle,
-    shared_claim,
     tpus_each,
 )
 from manta.cluster.engine.ranks.load_reports import current_key
@@ -154,7 +153,7 @@ class RankGroup:
         if self._placement is not None and placement_group_table(self._placement)["state"] == "CREATED":
             return self._placement
         self._remove_placement()
-        claims = [rank_bundle(self._config) | shared_claim()] * self._num_ranks
+        claims = [rank_bundle(self._config)] * self._num_ranks
         self._placement = placement = placement_group(claims, **self._placement_options(seconds))
         if not placement.wait(seconds):
             self._remove_placement()

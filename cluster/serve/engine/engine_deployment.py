@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from manta.cluster.config import AutoscalingOptions, EngineConfig
-from manta.cluster.engine.ranks.claims import SHARE, TPU, gpu_environment, gpus_each, own_cpus, tpus_each
+from manta.cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
 from manta.cluster.engine.ranks.load_reports import report_key, reported
 from manta.cluster.serve.engine.model_replica import ModelReplica
 from manta.cluster.serve.routing.request_router import EngineRouter
@@ -49,12 +49,6 @@ def engine_variables(config: EngineConfig) -> dict[str, str]:
     }
 
 
-def _resources(config: EngineConfig, shared_cores: str | None) -> dict[str, float]:
-    """Returns what an engine's process claims beside CPUs and GPUs."""
-    chips = tpus_each(config) if config.num_ranks == 1 else 0
-    return ({TPU: float(chips)} if chips else {}) | ({} if shared_cores is None else {shared_cores: SHARE})
-
-
 def engine_deployment(
     config: EngineConfig,
     num_replicas: int,
@@ -63,7 +57,6 @@ def engine_deployment(
     is_alone: bool = False,
     is_forked: bool = False,
     starts_new_first: bool = False,
-    shared_cores: str | None = None,
 ) -> Any:
     """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, with
     `is_alone`, and for one of several models with `is_awaited` (`engine_replica.py`) and `tells_load`. `is_alone` says
@@ -71,8 +64,7 @@ def engine_deployment(
     `is_forked`, their processes are forked from one whose imports are done, where that runs
     (`cluster/serve/starting/warm_process.py`); all nodes must have this interpreter. With `starts_new_first` an update
     starts one new engine, and only when that serves it ends an old one. Without room it would wait for ever. Otherwise
-    each old engine is told to end before its successor starts. `shared_cores` is a resource of the nodes on which
-    several models share what is claimed (`cluster/serve/fleet/shared_cores.py`).
+    each old engine is told to end before its successor starts.
     """
     variables = engine_variables(config)
     runtime_env: dict[str, Any] = {"env_vars": variables}
@@ -98,7 +90,7 @@ def engine_deployment(
         ray_actor_options={
             "num_cpus": own_cpus(config),
             "num_gpus": gpus_each(config) if config.num_ranks == 1 else 0,
-            "resources": _resources(config, shared_cores),
+            "resources": {TPU: tpus_each(config)} if config.num_ranks == 1 and tpus_each(config) else {},
             "runtime_env": runtime_env,
         },
     )

@@ -98,11 +98,10 @@ class DeployedModels:
 
     async def deploy(self, model: ServedModel) -> None:
         name = application_name(self._address, model.model_name)
-        claimed = None
         if shares_cores(model):
             self._may_hold_cores = self._shares_cores = True
-            claimed = await asyncio.to_thread(self._cores.claim, model.engine.num_threads or 1)
-        made = model_application(model, self._address, by_loader=True, shared_cores=claimed)
+            await asyncio.to_thread(self._cores.claim, model.engine.num_threads or 1)
+        made = model_application(model, self._address, by_loader=True)
         target = serve.RunTarget(made, name, None, LoggingConfig(enable_access_log=False))
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
 

@@ -34,8 +34,8 @@ that fails takes a place from other models.
 def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
     """Returns a model as it is deployed on `nodes`, the number of cores of each node. Its name stays. An engine without
     `num_threads` may use all cores of its node and claims none, because models that are idle leave them to the others.
-    For those on demand the loader claims them once (`shared_cores.py`).
-    A model on demand keeps its packed weights unless its options say otherwise, because it starts again and again.
+    For those on demand the loader claims them once (`shared_cores.py`). A model on demand keeps its packed weights
+    unless its options say otherwise, because it starts again and again.
     """
     engine = model.engine
     if model.on_demand and engine.packed_weights_bytes is None:
@@ -72,12 +72,9 @@ def _vocabulary(engine: EngineConfig) -> Vocabulary:
     return Vocabulary.load(engine.tokenizer or str(resolve_model_folder(engine.model)), 0, ())
 
 
-def model_application(
-    placed: ServedModel, address: str, by_loader: bool = False, shared_cores: str | None = None
-) -> serve.Application:
+def model_application(placed: ServedModel, address: str, by_loader: bool = False) -> serve.Application:
     """Binds the application with the engines of a model that is placed already. `address` is the name of the
-    application that answers its requests, and `by_loader` says whether its loader deploys it. `shared_cores` is a
-    resource of the nodes whose cores are claimed for it (`shared_cores.py`).
+    application that answers its requests, and `by_loader` says whether its loader deploys it.
     """
     is_alone = placed.max_engines == 1
     deployment = engine_deployment(
@@ -87,7 +84,6 @@ def model_application(
         is_alone=is_alone,
         is_forked=placed.on_demand and by_loader and has_one_node(),
         starts_new_first=has_room_for_another(placed.engine, placed.max_engines),
-        shared_cores=shared_cores,
     )
     told = announced(address, placed, by_loader)
     deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
