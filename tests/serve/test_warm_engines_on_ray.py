@@ -56,14 +56,20 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def listening() -> list[psutil.Process]:
-    """Returns the warm processes, if one answers."""
+    """Returns the warm processes of the tests' own Ray, if one answers."""
     if not any("@manta-warm-" in line and " 00010000 " in line for line in NAMES.read_text().splitlines()):
         return []
-    return [each for each in psutil.process_iter() if warm_process.WARM in command_of(each)]
+    raylets = {str(each.pid) for each in running_below(None, "raylet")}
+    warm = [each for each in psutil.process_iter() if warm_process.WARM in command_of(each)]
+    return [each for each in warm if each.environ().get(warm_process.RAYLET) in raylets]
 
 
 def engines() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if any(":engine" in word for word in command_of(each))]
+    return [
+        each
+        for each in psutil.process_iter()
+        if any("manta.m" in word and ":engine" in word for word in command_of(each))
+    ]
 
 
 def ask(url: str, model: str = "m0") -> str:
