@@ -117,7 +117,7 @@ def test_a_model_outlives_the_death_of_each_process(url: str) -> None:
     (stand_in,) = running_below(None, warm_process.MODULE)
     warm.kill()
     assert ask(url) == text
-    assert engines() == [engine]
+    wait_until(lambda: engines() == [engine])  # a title that is just being written reads as none
     stand_in.kill()
     psutil.wait_procs([engine], timeout=PATIENCE_S)
     assert not engine.is_running()
