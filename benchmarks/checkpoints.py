@@ -290,7 +290,7 @@ def _make(name: str, folder: pathlib.Path, changes: Mapping[str, int] = {}) -> N
 
     family, num_tokens, shape = SHAPES[name]
     shape = {**shape, **changes}
-    tokenizer = _make_tokenizer(num_tokens)
+    tokenizer = make_tokenizer(num_tokens)
     special = {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
     config = getattr(transformers, f"{family}Config")(**shape, **special, rms_norm_eps=1e-6, dtype="bfloat16")
     generator = torch.Generator().manual_seed(0)
@@ -310,7 +310,7 @@ def _make(name: str, folder: pathlib.Path, changes: Mapping[str, int] = {}) -> N
     tokenizer.save_pretrained(folder)
 
 
-def _make_tokenizer(num_tokens: int) -> Any:
+def make_tokenizer(num_tokens: int) -> Any:
     """A byte-level BPE tokenizer whose vocabulary is filled with strings of letters: a shorter one plus a letter."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -2,12 +2,15 @@
 speed as the only model of a server.
 
 The server of all models stays. The server of one model after the other runs beside it, and both take turns. In a turn a
-few streams ask the one model for tokens over HTTP, and the processes of the other server are paused.
+few streams ask the one model for tokens over HTTP, and the processes of the other server are paused. A turn of a small
+model has more requests, so that it lasts as long as that of a large one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -23,8 +26,8 @@ SHAPES = ("tiny-llama", "qwen2.5-0.5b", "qwen3-8-layers")
 """One of each of three families."""
 SETUP = Setup(kv_cache_bytes=1 << 29)
 NUM_PROMPT_TOKENS = 64
-ROUNDS = 2
-"""Requests of each stream in a turn."""
+LEAST_ROUNDS, TURN_S = 2, 3.0
+"""Requests of each stream in a turn, and the seconds that a turn takes at least."""
 BAR = 0.95
 
 
@@ -41,28 +44,34 @@ class Address(ServerProcess):
 
     def __init__(self, models: str | dict[str, str]) -> None:
         super().__init__("manta", models, SETUP, free_port())
+        self.spins = True  # so that its processes are paused in the other server's turns, however little they do
 
     def tokens_per_s(self, load: Load) -> float:
         found = run_load(self.port, self.model_name, load.prompts, load.num_tokens, load.num_streams)
         return found.num_tokens / found.seconds
 
 
-def measure(names: Sequence[str], num_turns: int, num_streams: int, num_tokens: int) -> None:
-    """Prints a row for each model."""
+def measure(names: Sequence[str], measured: Sequence[str], num_turns: int, num_streams: int, num_tokens: int) -> None:
+    """Serves all `names`, and prints a row for each one that is `measured`."""
     folders = {name: str(checkpoints.benchmark_checkpoint(name)) for name in names}
     draw = random.Random(0)
 
-    def loads() -> list[Load]:
-        prompts = [draw.choices(range(10, 500), k=NUM_PROMPT_TOKENS) for _ in range(ROUNDS * num_streams)]
-        return [Load(prompts, num_tokens, num_streams)]
+    def load(rounds: int) -> Load:
+        prompts = [draw.choices(range(10, 500), k=NUM_PROMPT_TOKENS) for _ in range(rounds * num_streams)]
+        return Load(prompts, num_tokens, num_streams)
 
     together = Address(folders)
     try:
-        for name, folder in folders.items():
+        for name in measured:
             together.model_name = name
-            alone = Address(folder)
+            alone = Address(folders[name])
             try:
-                found = alternate([together, alone], num_turns, loads, Address.tokens_per_s, _hear)
+                together.rest()
+                alone.tokens_per_s(load(LEAST_ROUNDS))  # the first requests are slower
+                speed = alone.tokens_per_s(load(LEAST_ROUNDS))
+                rounds = max(LEAST_ROUNDS, math.ceil(TURN_S * speed / (num_streams * num_tokens)))
+                draws = functools.partial(lambda rounds: [load(rounds)], rounds)
+                found = alternate([together, alone], num_turns, draws, Address.tokens_per_s, _hear)
             finally:
                 alone.stop()
                 together.wake()
@@ -84,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="The speed of each of several models at one address while the others idle.",
     )
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"at least two (default: {','.join(SHAPES)})")
+    parser.add_argument("--measured", metavar="SHAPES", help="the shapes that are asked (default: all)")
     parser.add_argument("--turns", type=int, default=10, help="of each server and model (default: 10)")
     parser.add_argument("--streams", type=int, default=4, help="at the same time (default: 4)")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
@@ -91,10 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.shapes.split(",")
     if len(set(names)) < 2 or not checkpoints.SHAPES.keys() >= set(names):
         parser.error(f"--shapes {options.shapes}: name at least two of {', '.join(checkpoints.SHAPES)}")
+    measured = names if options.measured is None else options.measured.split(",")
+    if not set(measured) <= set(names):
+        parser.error(f"--measured {options.measured}: name some of --shapes, {', '.join(names)}")
     print(machine(), file=sys.stderr)
     markdown_head("model", "alone, best tokens/s", "beside idle models", "ratio (95%)", "bar")
     try:
-        measure(names, options.turns, options.streams, options.tokens)
+        measure(names, measured, options.turns, options.streams, options.tokens)
     except BenchmarkError as error:
         say_failure(f"manta bench several-models: {error}")
         return 1

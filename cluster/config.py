@@ -189,7 +189,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     max_loaded_bytes: Bytes | None = None
     """Memory of the models on demand that are loaded at a time, those that are starting or leaving included: weights
-    and KV caches of all their engines, as `manta check` counts them. Each needs `engine.kv_cache_bytes`, because an
+    and KV caches of all their engines, as `manta check` counts them, and upper bounds of what their constraints take,
+    and their tokenizers in each ingress. Each needs `engine.kv_cache_bytes`, because an
     engine without it takes what is free. None sets no bound beside `max_loaded_models`.
     """
     min_loaded_s: Annotated[float, Meta(ge=0)] = 10.0

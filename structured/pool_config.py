@@ -11,6 +11,8 @@ from manta.structured.host import num_cores
 
 PoolForm = Literal["threads", "processes", "actors"]
 
+GRAMMAR_CACHE_BYTES = 64 * 2**20
+"""Maximum memory of the grammars that one worker caches."""
 LEAST_WORKERS, MOST_WORKERS, PROCESSORS_OF_WORKER = 2, 8, 4
 """Bounds of `PoolConfig.num_workers_of`, and the processors for each process: the model needs some of them."""
 

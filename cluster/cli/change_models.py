@@ -68,7 +68,7 @@ class Models:
             state = "loading" if card is None or card.state is UNSET else card.state
             reason = "" if card is None or card.reason is UNSET else card.reason
             is_updating = card is not None and card.updating is True
-            shown = "updating" if is_updating else state
+            shown = state if card is None or card.state is UNSET else _state(card)
             if shown != told:
                 say("{}: {}", name, shown, flush=True)
                 told = shown
@@ -128,4 +128,6 @@ def _rows(cards: list[ModelCard]) -> Iterator[str]:
 def _state(card: ModelCard) -> str:
     if card.updating is True:
         return "updating"
+    if card.progress is not UNSET:
+        return f"loading ({visible(card.progress.current)} {card.progress.value:.0%})"
     return "loaded" if card.state is UNSET else card.state

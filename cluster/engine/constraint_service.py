@@ -17,9 +17,9 @@ from manta.cluster.engine.stats import ConstraintStats, GrammarPoolStats
 from manta.cluster.errors import RequestRefused
 from manta.structured.compiling.compiler import Compiler
 from manta.structured.constraint import ConstraintSpec, Resolved
-from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
 from manta.structured.grammar_pool.pool import GrammarPool
 from manta.structured.masks import MAX_FORCED
+from manta.structured.pool_config import GRAMMAR_CACHE_BYTES
 from manta.structured.vocabulary import Vocabulary
 from manta.workers.model_info import ModelInfo
 from manta.workers.sampling_params import SamplingParams

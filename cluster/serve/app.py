@@ -383,7 +383,9 @@ def _connect(config: ServeConfig) -> list[int]:
         # Otherwise uvicorn in Serve's proxies would trust X-Forwarded-For from every client on this machine.
         os.environ["FORWARDED_ALLOW_IPS"] = ",".join(config.trusted_proxies)
         loads = any(model.on_demand for model in config.models)
-        own_ray.start(_num_claimed(config, nodes), LOADING_LOOP_S if loads else own_ray.CONTROL_LOOP_S)
+        shares = any(model.on_demand and model.engine.num_threads is None for model in config.models)
+        num_cpus = _num_claimed(config, nodes) + (num_cores() if shares else 0)
+        own_ray.start(num_cpus, LOADING_LOOP_S if loads else own_ray.CONTROL_LOOP_S)
     else:
         joined_ray.start(address)
         nodes = node_cpus()

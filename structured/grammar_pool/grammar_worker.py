@@ -22,10 +22,9 @@ from manta.structured.constraint import ConstraintSpec
 from manta.structured.grammar_pool.tracked_session import FillAll, SessionStart, TrackedSession
 from manta.structured.lru import ByteLRU
 from manta.structured.masks import DEAD_END, EVERY_SESSION, FAILED, REFUSED, MaskBuffer, allows_a_token
+from manta.structured.pool_config import GRAMMAR_CACHE_BYTES
 from manta.structured.vocabulary import Vocabulary
 
-GRAMMAR_CACHE_BYTES = 64 * 2**20
-"""Maximum memory of the grammars that one worker caches."""
 MAX_GROWTH_BYTES = 16 * 2**20
 """A grammar that grows by more than this is rebuilt for the next session, which takes about a millisecond."""
 ENTRY_BYTES = 1000

@@ -71,14 +71,16 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_model_is_added_and_awaited(port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Server.cards = [{}, card("qwen", state="loading"), card("qwen", state="loading"), card("qwen", state="loaded")]
+    progress = {"stages": ["text_model"], "current": "text_model", "value": 0.426}
+    loading = card("qwen", state="loading")
+    Server.cards = [{}, loading, loading, loading | {"progress": progress}, card("qwen", state="loaded")]
     options = ("--set", "engine.kv_cache_bytes=8MiB", "--set", "aliases=[q]")
     assert main(["models", "add", "qwen=Qwen2.5-0.5B", "--on-demand", "--port", port, *options]) == 0
     engine = {"model": "Qwen2.5-0.5B", "kv_cache_bytes": "8MiB"}
     body = {"name": "qwen", "aliases": ["q"], "on_demand": True, "engine": engine}
     assert Server.asked == [("POST", "/v1/models", body)]
     assert Server.keys == [f"Bearer {KEY}"]
-    assert capsys.readouterr().out.splitlines() == ["qwen: loading", "qwen: loaded"]
+    assert capsys.readouterr().out.splitlines() == ["qwen: loading", "qwen: loading (text_model 43%)", "qwen: loaded"]
 
 
 def test_an_update_waits_for_the_new_engines(port: str, capsys: pytest.CaptureFixture[str]) -> None:

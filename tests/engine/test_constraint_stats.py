@@ -21,7 +21,7 @@ from manta.cluster.serve.requests.prompt_run import PromptRun
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.compiling.compiler import CompilerBounds, CompilerFailed
-from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
+from manta.structured.pool_config import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import make_engine
 from tests.grammar_pools import DEMO

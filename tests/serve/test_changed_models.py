@@ -15,10 +15,11 @@ import pytest
 
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
+from manta.cluster.serve.fleet.deployments import Told
 from manta.cluster.serve.fleet.held_back import MAX_RETRY_DEPLOY_S
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import Loader, Told
+from manta.cluster.serve.fleet.loader import Loader
 from manta.cluster.serve.fleet.model_changes import GcsChanges, ModelChange, ModelChanges
 from manta.cluster.serve.starting import kept_versions
 from tests.async_tests import async_test

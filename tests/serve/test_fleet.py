@@ -59,7 +59,7 @@ def details(
     engine = {
         "message": message,
         "deployment_config": {"user_config": told},
-        "replicas": [{"state": state} for state in replicas],
+        "replicas": [{"replica_id": str(number), "state": state} for number, state in enumerate(replicas)],
     }
     return {"name": "app", "status": status, "message": "it did not start", "deployments": {"engine": engine}}
 

@@ -205,6 +205,59 @@ def test_an_engine_waiting_for_cpus_says_so(cluster: Cluster) -> None:
         process.communicate(timeout=PATIENCE_S)
 
 
+CLAIMS = """
+import time, ray
+ray.init(logging_level="ERROR")
+while True:
+    print(ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0), flush=True)
+    time.sleep(0.2)
+"""
+"""Tells again and again how many CPUs are claimed."""
+
+
+@pytest.mark.prove
+def test_models_on_demand_claim_the_nodes_cores_once_together(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    """One that is loaded claims as much as two, and after the last one nothing is claimed any more."""
+    environment = {**os.environ, "HOME": str(cluster.home), "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token"}
+    claims = subprocess.Popen([sys.executable, "-c", CLAIMS], stdout=subprocess.PIPE, text=True, env=environment)
+    assert claims.stdout is not None
+    models = {"a": checkpoint("llama"), "b": checkpoint("qwen2")}
+    for name, model in models.items():
+        (tmp_path / name).symlink_to(model)
+    port = free_port()
+    command = [sys.executable, "-m", "manta.cluster.cli", "serve", "--models-dir", str(tmp_path), "--port", str(port)]
+    command += ["--set", "engine.kv_cache_bytes=8388608", "--set", "min_loaded_s=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def wait_until_claimed(num_cpus: float) -> None:
+        assert claims.stdout is not None
+        assert any(float(line) == num_cpus for line in claims.stdout)
+
+    def ask(path: str, **body: Any) -> None:
+        url = f"http://127.0.0.1:{port}{path}"
+        assert httpx.post(url, json=body, timeout=PATIENCE_S, trust_env=False).status_code == 200
+
+    try:
+        assert process.stdout is not None
+        assert any("Ctrl-C stops it." in line for line in process.stdout)
+        wait_until_claimed(0)
+        for name in models:
+            ask("/v1/completions", model=name, prompt=[5, 6, 7], max_tokens=2)
+        wait_until_claimed(2)
+        ask("/models/unload", model="a")
+        wait_until_claimed(2)
+        ask("/models/unload", model="b")
+        wait_until_claimed(0)
+        ask("/v1/completions", model="b", prompt=[5, 6, 7], max_tokens=2)
+        wait_until_claimed(2)
+    finally:
+        claims.kill()
+        claims.communicate()
+        process.send_signal(signal.SIGTERM)
+        printed, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, printed + error
+
+
 # ---- ingresses that listen -----------------------------------------------------------------------------------------
 
 

@@ -18,10 +18,11 @@ import pytest
 from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.condition import Condition, Stage
+from manta.cluster.serve.fleet.deployments import Told
 from manta.cluster.serve.fleet.found import FoundModel, application_name
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import MOST_LOADING_S, Loader, Told
+from manta.cluster.serve.fleet.loader import MOST_LOADING_S, Loader
 from manta.cluster.serve.fleet.loader_deployment import is_in_charge
 from manta.cluster.serve.fleet.model_application import check_continues
 from manta.cluster.serve.fleet.model_changes import ModelChanges
@@ -119,6 +120,9 @@ class World:
         self.deleted.append(name)
         del self.found[name]
         self.leaving.add(application)
+
+    async def release_cores(self) -> None:
+        """Does nothing: nobody claims any."""
 
     async def idle_seconds(self) -> dict[str, float]:
         return self.idle | dict.fromkeys(self.busy, 0.0)
@@ -383,6 +387,37 @@ async def test_an_unload_waits_for_the_models_requests_and_is_no_failure() -> No
     assert (world.deployed[2:], world.deleted[1:]) == (["c"], ["c"]), (
         "what is unloaded is not loaded by what was before"
     )
+
+
+@async_test
+async def test_an_accepted_unload_outlives_its_loader() -> None:
+    """Two loaders change over before the model's requests have ended. The one that is replaced accepts no unload."""
+    world = World(2)
+    await world.have("a")
+    world.busy = {"a"}
+    replaced = world.loader
+    await replaced.begin_unload("a")
+    world.is_in_charge = False
+    await world.step()
+    with pytest.raises(ConnectionError):
+        await replaced.begin_unload("a")
+
+    world.is_in_charge, world.loader = True, world.new_loader(2, *map(on_demand, NAMES))
+    await world.step()
+    assert world.deleted == [], "it has requests"
+    world.busy = set()
+    await world.step()
+    assert (world.deleted, world.kept.changes.unloading) == (["a"], frozenset())
+    world.leaving.clear()
+    await world.have("a")
+
+    world.busy = {"a"}
+    await world.loader.begin_unload("a")
+    world.loader = world.new_loader(2, *map(on_demand, NAMES))
+    await world.loader.begin_load("a", PATIENCE_S)
+    world.busy = set()
+    await world.step()
+    assert (world.deleted, world.kept.changes.unloading) == (["a"], frozenset()), "a later load ends the unload"
 
 
 @async_test

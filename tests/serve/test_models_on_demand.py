@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import pathlib
 import random
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from safetensors.numpy import load_file
 from manta.cluster.batch.line_endpoints import endpoints_of_models
 from manta.cluster.batch.lines import BatchRequest
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel, load_config
-from manta.cluster.engine_bytes import engine_bytes
+from manta.cluster.engine_bytes import engine_bytes, serving_bytes
 from manta.cluster.errors import ServingError
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.all_engines import AllEngines
@@ -32,14 +33,16 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
 from manta.cluster.models_folder import with_models_dir
 from manta.cluster.serve import app
+from manta.cluster.serve.fleet.deployments import Told
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.found import FoundModel, application_name, leaving_among, models_among
 from manta.cluster.serve.fleet.held_back import RETRY_FAILED_S
 from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import Loader, Told
+from manta.cluster.serve.fleet.loader import Loader
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.cluster.text_bytes import grammar_bytes, tokenizer_bytes
 from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
@@ -63,12 +66,15 @@ def on_demand(name: str, *aliases: str, **options: int) -> ServedModel:
 class World:
     """Serve with the loader of an address, and its ingresses."""
 
-    def __init__(self, *models: ServedModel, max_loaded: int = 2, broken: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *models: ServedModel, max_loaded: int = 2, broken: tuple[str, ...] = (), keep_cores_s: float = 10.0
+    ) -> None:
         self.models = models
         self.broken = broken
         self.applications: dict[str, dict[str, Any]] = {}
         self.deployed: list[str] = []
         self.most_there = 0
+        self.num_released = 0
         self.tokenizers: list[weakref.ref[Any]] = []
         """Those that ingresses have made for their clients of engines."""
         self.ingresses: list[Ingress] = []
@@ -79,9 +85,12 @@ class World:
         self.has_loader = True
         self.kept = KeptChanges()
         listed, most = ListedModels(models, models, self.kept), Amount(max_loaded, None)
-        self.loader = Loader(ADDRESS, listed, most, 0.0, self, step_s=0.005)
+        self.loader = Loader(ADDRESS, listed, most, 0.0, self, step_s=0.005, keep_cores_s=keep_cores_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = asyncio.ensure_future(self.loader.run())
+
+    def find(self, address: str, served: Collection[str]) -> list[FoundModel]:
+        return models_among(self.applications, address, served)
 
     async def tell_ingresses(self) -> None:
         for each in self.ingresses:
@@ -159,6 +168,9 @@ class World:
             before["deployments"]["engine"]["replicas"] = []
         else:
             self.applications[application] = details(model, by_loader=True)
+
+    async def release_cores(self) -> None:
+        self.num_released += 1
 
     async def idle_seconds(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -272,15 +284,15 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         table,
         on_demand=world.models,
         client=Engines,  # type: ignore[arg-type]
-        find=lambda address, served: models_among(world.applications, address, served),
+        find=lambda address, served: world.find(address, served),
         changes=world.kept.read,
         handle_of=handle_of,
     )
 
 
 @contextlib.asynccontextmanager
-async def world_of(*models: ServedModel, **options: Any) -> AsyncIterator[World]:
-    world = World(*models, **options)
+async def world_of(*models: ServedModel, kind: type[World] | None = None, **options: Any) -> AsyncIterator[World]:
+    world = (kind or World)(*models, **options)
     try:
         yield world
     finally:
@@ -544,14 +556,17 @@ def test_a_folder_that_cannot_be_served_is_refused(options: dict[str, Any], word
         with_models_dir(load_config(None, given))
 
 
-def test_an_engine_takes_its_weights_and_its_caches() -> None:
+def test_a_loaded_model_takes_weights_caches_constraints_and_tokenizers() -> None:
     folder = checkpoint("llama")
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     weights = sum(tensor.size * 4 for tensor in load_file(folder / "model.safetensors").values())
     engine = EngineConfig(model=str(folder), dtype="float32", kv_cache_bytes=1000)
-    assert engine_bytes(engine) == weights + 1000
-    assert engine_bytes(msgspec.structs.replace(engine, tensor_parallel_size=2)) == weights + 2000
+    text = grammar_bytes(engine, vocab_size)
+    assert engine_bytes(engine) == weights + 1000 + text
+    assert serving_bytes(engine) == tokenizer_bytes(vocab_size)
+    assert engine_bytes(msgspec.structs.replace(engine, tensor_parallel_size=2)) == weights + 2000 + text
     drafts = SpeculativeConfig(proposers=("draft",), draft_model=str(folder))
-    assert engine_bytes(msgspec.structs.replace(engine, speculative=drafts)) == 2 * weights + 1000
+    assert engine_bytes(msgspec.structs.replace(engine, speculative=drafts)) == 2 * weights + 1000 + text
     with pytest.raises(ValueError, match="kv_cache_bytes"):
         engine_bytes(msgspec.structs.replace(engine, kv_cache_bytes=None))
 

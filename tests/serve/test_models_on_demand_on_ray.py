@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import ray
 from ray.serve.context import _get_global_client as get_client
 
 from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.serve import app
 from manta.cluster.serve_limits import ListenerLimits
+from manta.structured.host import num_cores
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 
@@ -47,11 +49,19 @@ def process_of(deployment: str) -> int | None:
     return next((each["pid"] for each in replicas if each["state"] == "RUNNING"), None)
 
 
+def num_claimed() -> float:
+    """Returns the CPUs that actors and placement groups claim of Ray."""
+    return ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0)
+
+
 class Counting:
-    """Counts the applications of models again and again, those that fail and those that Serve is deleting included."""
+    """Counts the applications of models again and again, those that fail and those that Serve is deleting included, and
+    the cores that are claimed.
+    """
 
     def __init__(self) -> None:
         self.most = 0
+        self.claims: set[float] = set()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -59,6 +69,7 @@ class Counting:
     def _run(self) -> None:
         while not self._is_over.wait(0.2):
             self.most = max(self.most, len(applications().keys() - {app.APP_NAME}))
+            self.claims.add(num_claimed())
 
     def stop(self) -> int:
         self._is_over.set()
@@ -112,6 +123,8 @@ def test_a_folder_of_models_shares_a_few_places(url: str, record_property: Calla
     finally:
         most = counting.stop()
     assert most <= MAX_LOADED
+    assert counting.claims <= {0.0, float(num_cores())}, "the models share their cores"
+    assert float(num_cores()) in counting.claims
     record_property("requests", len(asked))
     record_property("loaded at most", most)
     of_family = {family: {text for name, text in texts.items() if is_of(name, family)} for family in FAMILIES}
@@ -128,6 +141,7 @@ def test_a_folder_of_models_shares_a_few_places(url: str, record_property: Calla
         assert httpx.post(f"{url}/models/unload", json={"model": name}).json() == {"success": True}
     wait_until(lambda: set(states().values()) == {"unloaded"}, poll_s=0.5)
     wait_until(lambda: set(applications()) == {app.APP_NAME}, poll_s=0.5)
+    wait_until(lambda: num_claimed() == 0, poll_s=0.5)
     assert httpx.post(f"{url}/models/load", json={"model": "m0"}).json() == {"success": True}
     wait_until(lambda: states()["m0"] == "loaded", poll_s=0.5)
 

@@ -19,6 +19,7 @@ import msgspec
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
 from manta.workers.checkpoints.stored_files import open_file
+from manta.workers.load_meter import LoadMeter
 from manta.workers.models.draft_heads import DRAFT_PREFIXES
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
@@ -50,6 +51,8 @@ class TensorFiles:
         self._paths: dict[str, pathlib.Path] = {}
         """The file of each tensor."""
         self._taken: set[str] = set()
+        self._meter: LoadMeter | None = None
+        """Counts the bytes of each tensor when it is first read."""
         self._unreleased: list[str] = []
         """Tensors that were found since the last release."""
         headers = weight_headers(self.folder)
@@ -65,6 +68,11 @@ class TensorFiles:
         self._entries |= {name: (mapped, entry) for name, entry in entries.items()}
         self._paths |= dict.fromkeys(entries, path)
         self._maps.append(mapped)
+
+    def count_into(self, meter: LoadMeter) -> None:
+        """Has a meter count the stored bytes of what is read from now on, and expect those of all tensors."""
+        self._meter = meter
+        meter.expect(sum(entry.end - entry.start for _, entry in self._entries.values()))
 
     def read_ahead(self) -> None:
         """Has the system read all of the files, for a caller that will read most of them."""
@@ -115,6 +123,9 @@ class TensorFiles:
         return self._entries[name][0], entry
 
     def _take(self, name: str) -> None:
+        if self._meter is not None and name not in self._taken:
+            entry = self.entry(name)
+            self._meter.add(entry.end - entry.start)
         self._taken.add(name)
         self._unreleased.append(name)
 

@@ -44,6 +44,7 @@ from manta.workers.kernels.protocol import Forward, KVCaches
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.kv_groups import group_layers, one_group
+from manta.workers.load_meter import LOAD_METER
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
 from manta.workers.platforms import Platform
 
@@ -184,6 +185,8 @@ class TransformersModel:
         self.unused_tensors = self._unused_tensors(model, sorted(map(str, report["unexpected_keys"])), num_stored)
         model, transformer = text_part(model.eval())
         head = model.get_output_embeddings()
+        linears = [module for part in (transformer, head) for module in part.modules() if is_linear(module)]
+        LOAD_METER.expect(sum(module.weight.nbytes for module in linears))
         for part in (transformer, head):
             part.to(platform.device)
             for name, module in part.named_modules():
@@ -425,5 +428,6 @@ def _layer(name: str) -> int | None:
 def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform, bits: int | None) -> None:
     """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
     weight = LinearWeight(name, module.weight.detach(), module.bias, dtype, rounded_to=bits)
+    LOAD_METER.add(module.weight.nbytes)
     module.forward = platform.make_linear(weight).forward
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)

@@ -29,6 +29,7 @@ from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_pro
 from manta.workers.jax_worker.runner import JaxRunner
 from manta.workers.jax_worker.step_times import measure_steps
 from manta.workers.kv_groups import one_group
+from manta.workers.load_meter import LOAD_METER, SPEC_MODEL, TEXT_MODEL
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.attention_growth import even_context
@@ -81,12 +82,15 @@ class JaxWorker:
         self.adapters = open_pools(config, folder, model_config, dtype, mesh)
         if self.adapters is not None:
             phases.end("adapters")
+        LOAD_METER.begin(*([TEXT_MODEL] if draft_folder is None else [TEXT_MODEL, SPEC_MODEL]))
+        LOAD_METER.enter(TEXT_MODEL)
         parameters = load_parameters(folder, model_config, dtype, mesh, longest)
         draft_parameters = None
         if draft_folder is not None and draft_config is not None:
             check_draft_model(draft_config)
             check_num_ranks(draft_config, config.tensor_parallel_size)
             longest = min(longest, draft_config.max_position_embeddings)
+            LOAD_METER.enter(SPEC_MODEL)
             draft_parameters = load_parameters(draft_folder, draft_config, dtype, mesh, longest)
         phases.end("weights")
         layers, whole = choose_groups(model_config, draft_config), weight_bytes(folder, dtype)

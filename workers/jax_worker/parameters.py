@@ -27,6 +27,7 @@ from manta.workers.jax_worker.layer_arrays import (
 )
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.jax_worker.weight_reader import DTYPES, WeightReader
+from manta.workers.load_meter import LOAD_METER
 from manta.workers.models.families import describe
 from manta.workers.models.latent_specs import LatentAttentionSpec
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
@@ -58,6 +59,7 @@ def load_parameters(
     if mesh.size == 1:
         files.read_ahead()
     config = files.as_stored(config)
+    files.count_into(LOAD_METER)
     reader = WeightReader(files, config, DTYPES[dtype], mesh)
     spec = describe(config)
     embedding = reader.part(spec.embedding, config.hidden_size)

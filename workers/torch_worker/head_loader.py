@@ -14,6 +14,7 @@ from manta.workers.checkpoints.draft_tokens import target_ids
 from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.eagle3_head import Eagle3Head
 from manta.workers.kernels.weights import DecoderWeights, Eagle3Weights, Embedding
+from manta.workers.load_meter import LOAD_METER
 from manta.workers.models.draft_heads import describe_draft_head, draft_head_config
 from manta.workers.models.eagle3 import describe_head
 from manta.workers.models.model_config import ModelConfig
@@ -48,6 +49,7 @@ def load_draft_head(
     own = draft_head_config(config)
     with platform.shared_linears(content) as shared:
         read_ahead(checkpoint, alone, shared)
+        checkpoint.count_into(LOAD_METER)
         compute_dtype = platform.torch_dtype(dtype)
         loader = WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
         return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
@@ -73,6 +75,7 @@ def load_eagle3_head(
     checkpoint = Checkpoint(folder)
     with platform.shared_linears(content) as shared:
         read_ahead(checkpoint, alone, shared)
+        checkpoint.count_into(LOAD_METER)
         compute_dtype = platform.torch_dtype(dtype)
         embedding: Embedding | None = None if target is None else target.embedding
         if _OWN_EMBEDDING not in checkpoint and embedding is None and model[1].hidden_size == config.hidden_size:

@@ -50,6 +50,7 @@ from manta.workers.kernels.weights import (
     ShortConvWeights,
     SideBySideWeights,
 )
+from manta.workers.load_meter import LOAD_METER
 from manta.workers.models.block_specs import ClippedAttentionSpec
 from manta.workers.models.compressed_specs import CompressedAttentionSpec
 from manta.workers.models.draft_heads import DraftHeadSpec
@@ -144,6 +145,7 @@ def load_model(
     share = shard_config(config, group.num_ranks, expert_parallel)
     with platform.shared_linears(content) as shared:
         read_ahead(checkpoint, group, shared)
+        checkpoint.count_into(LOAD_METER)
         compute_dtype = platform.torch_dtype(dtype)
         loader = WeightLoader(
             checkpoint, config, compute_dtype, platform, group, weights, exact, expert_parallel, shared, bank

@@ -20,6 +20,7 @@ from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.kv_cache import ROUNDED
 from manta.workers.kernels.model_protocol import LoadedModel, Model
 from manta.workers.kv_cache_dtype import kv_dtype
+from manta.workers.load_meter import LOAD_METER, SPEC_MODEL, TEXT_MODEL
 from manta.workers.model_info import AdapterInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
@@ -112,6 +113,8 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     dtype = platform.torch_dtype(name)
     cached = ROUNDED.get(kv_dtype(options, name), dtype)
     bank, kept_bytes = _open_bank(options, config, dtype, platform, group), options.packed_weights_bytes or 0
+    LOAD_METER.begin(*([TEXT_MODEL] if draft is None else [TEXT_MODEL, SPEC_MODEL]))
+    LOAD_METER.enter(TEXT_MODEL)
     model = load_model(
         folder,
         config,
@@ -130,6 +133,7 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     target = LoadedModel(share, model, dtype, cached)
     loaded_draft = None
     if draft is not None:
+        LOAD_METER.enter(SPEC_MODEL)
         shared = model.weights if isinstance(model, Decoder) and group.num_ranks == 1 else None
         if draft.config.eagle3 is not None:
             draft_model: Model = load_eagle3_head(

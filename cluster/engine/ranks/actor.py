@@ -15,6 +15,7 @@ import ray
 from ray import cloudpickle
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.ranks.load_reports import reported
 from manta.cluster.engine.ranks.rank_channel import Address, RankLost, connect
 from manta.cluster.engine.ranks.rank_messages import (
     Answer,
@@ -95,12 +96,15 @@ class RankActor:
         self._store, address = open_group(device, self._folder.path, host)
         return address
 
-    def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
-        """Loads this rank's worker. Raises what `make_worker` raises."""
+    def load(self, config: EngineConfig, rank: int, group_address: str, report_key: str = "") -> ModelInfo:
+        """Loads this rank's worker, and reports how far that is under a key that is not empty (`load_reports.py`).
+        Raises what `make_worker` raises.
+        """
         from manta.cluster.engine.executors.worker_factory import make_worker
 
         self._rank = rank
-        self._worker = make_worker(config, rank, group_address)
+        with reported(report_key):
+            self._worker = make_worker(config, rank, group_address)
         return self._worker.info
 
     def read_adapter(self, path: str, number: int, needed: list[int]) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from manta.cluster.engine.ranks.claims import (
     rank_bundle,
     tpus_each,
 )
+from manta.cluster.engine.ranks.load_reports import current_key
 from manta.cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
 from manta.cluster.engine.ranks.siblings import has_siblings
 from manta.structured.visible_logs import logger_of
@@ -113,7 +114,11 @@ class RankGroup:
         (folder,) = _results([self._actors[0].open_folder.remote()], seconds)
         is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors], seconds))
         (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)], seconds)
-        loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
+        keys = [current_key()] + [""] * (self._num_ranks - 1)  # rank 0 tells how far all are
+        loading = [
+            actor.load.remote(self._config, rank, group_address, key)
+            for rank, (actor, key) in enumerate(zip(self._actors, keys, strict=True))
+        ]
         info, *_ = _results(loading, seconds)
         listener = Listener(ray.util.get_node_ip_address())
         for actor in self._actors:

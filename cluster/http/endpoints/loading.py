@@ -20,6 +20,7 @@ from manta.cluster.http.exchange.codec import sse_event
 from manta.cluster.http.exchange.condition import Condition, Stage
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.workers.load_meter import LoadProgress
 
 
 class ModelRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -43,10 +44,11 @@ _KEEP_ALIVE = b":\n\n"
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """The state of a model, with the reason if it has failed."""
+    """The state of a model, with the reason if it has failed, and how far it is if it loads."""
 
     status: Stage
     reason: str | UnsetType = UNSET
+    progress: LoadProgress | UnsetType = UNSET
 
 
 class ModelEvent(msgspec.Struct, kw_only=True):
@@ -106,4 +108,6 @@ def _statuses(state: AppState, caller: Caller) -> dict[str, ModelStatus]:
 
 
 def _status(condition: Condition | None) -> ModelStatus:
-    return ModelStatus("loaded") if condition is None else ModelStatus(condition.stage, condition.reason or UNSET)
+    if condition is None:
+        return ModelStatus("loaded")
+    return ModelStatus(condition.stage, condition.reason or UNSET, condition.progress or UNSET)

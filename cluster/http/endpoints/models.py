@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.workers.load_meter import LoadProgress
 from manta.workers.pooling_info import PoolingTask
 
 
@@ -30,6 +31,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """How one of several models fares. Left out by a server of one model."""
     reason: str | UnsetType = UNSET
     """Reason why one of several models is not loaded, or why its last change had no effect."""
+    progress: LoadProgress | UnsetType = UNSET
+    """How far one of several models has loaded, by the bytes of its tensors."""
     updating: bool | UnsetType = UNSET
     """True while engines of one of several models are being replaced by ones with other options."""
 
@@ -61,5 +64,6 @@ async def _card(state: AppState, name: str) -> ModelCard:
         card.task = "generate" if info.pooling is None else info.pooling.task
     if state.condition is not None:
         card.state, card.reason = state.condition.stage, state.condition.reason or UNSET
+        card.progress = state.condition.progress or UNSET
         card.updating = state.condition.is_updating or UNSET
     return card

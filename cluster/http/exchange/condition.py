@@ -8,6 +8,7 @@ import msgspec
 
 from manta.cluster.errors import error_of
 from manta.structured.refusals import Refusal
+from manta.workers.load_meter import LoadProgress
 
 Stage = Literal["unloaded", "loading", "loaded", "failed"]
 """How one of several models fares. `unloaded`: no engine runs, and a request starts one."""
@@ -21,6 +22,8 @@ class Condition(msgspec.Struct, frozen=True):
     """The reason why it is not loaded, or why the last change of a loaded one had no effect."""
     is_updating: bool = False
     """Whether engines of a loaded model are being replaced by ones with other options."""
+    progress: LoadProgress | None = None
+    """How far a loading model is; None before its engine has said so."""
 
     def check(self, model: str) -> None:
         """Refuses with 503 a request to a model that has failed."""

@@ -9,6 +9,7 @@ from ray.serve.config import RequestRouterConfig
 
 from manta.cluster.config import AutoscalingOptions, EngineConfig
 from manta.cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
+from manta.cluster.engine.ranks.load_reports import report_key, reported
 from manta.cluster.serve.engine.model_replica import ModelReplica
 from manta.cluster.serve.routing.request_router import EngineRouter
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config
@@ -17,12 +18,23 @@ from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, Re
 
 
 class DeployedEngine(ReplicaProcess, ModelReplica):
-    """The class that Serve deploys."""
+    """The class that Serve deploys. With `tells_load` it reports how far its start is."""
+
+    def __init__(
+        self, config: EngineConfig, is_alone: bool = False, is_awaited: bool = False, tells_load: bool = False
+    ) -> None:
+        with reported(_own_report_key() if tells_load else ""):
+            super().__init__(config, is_alone, is_awaited)
 
     async def reconfigure(self, announcement: dict[str, Any]) -> None:
         """Takes what the deployment says of itself to ingresses (`cluster/serve/fleet/found.py`), which read it from
         Serve. Serve calls it for the engines of one of several models; it changes no engine.
         """
+
+
+def _own_report_key() -> str:
+    context = serve.get_replica_context()
+    return report_key(context.app_name, context.replica_id.unique_id)
 
 
 def engine_variables(config: EngineConfig) -> dict[str, str]:
@@ -47,12 +59,12 @@ def engine_deployment(
     starts_new_first: bool = False,
 ) -> Any:
     """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, with
-    `is_alone`, and for models on demand with `is_awaited` (`engine_replica.py`). `is_alone` says that there is never
-    more than one replica. With `autoscaling` the number of replicas follows the load. If `is_forked`, their processes
-    are forked from one whose imports are done, where that runs (`cluster/serve/starting/warm_process.py`); all nodes
-    must have this interpreter. With `starts_new_first` an update starts one new engine, and only when that serves it
-    ends an old one. Without room it would wait for ever. Otherwise each old engine is told to end before its successor
-    starts.
+    `is_alone`, and for one of several models with `is_awaited` (`engine_replica.py`) and `tells_load`. `is_alone` says
+    that there is never more than one replica. With `autoscaling` the number of replicas follows the load. If
+    `is_forked`, their processes are forked from one whose imports are done, where that runs
+    (`cluster/serve/starting/warm_process.py`); all nodes must have this interpreter. With `starts_new_first` an update
+    starts one new engine, and only when that serves it ends an old one. Without room it would wait for ever. Otherwise
+    each old engine is told to end before its successor starts.
     """
     variables = engine_variables(config)
     runtime_env: dict[str, Any] = {"env_vars": variables}

@@ -18,6 +18,7 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from manta.cluster.config import ServedModel
+from manta.cluster.engine.ranks.load_reports import read_report, report_key
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.serve.requests.engine_client import ENGINE
 from manta.cluster.serve.starting.start_failure import cause_of
@@ -72,7 +73,23 @@ def found_models(address: str, served: Collection[str] = ()) -> list[FoundModel]
     """Returns the models of an address, as Serve's controller tells them now. `served` are the applications whose
     models are served already.
     """
-    return models_among(serve_applications(), address, served)
+    applications = serve_applications()
+    found = models_among(applications, address, served)
+    return [with_progress(each, applications[each.application]) for each in found]
+
+
+def with_progress(found: FoundModel, details: Mapping[str, Any]) -> FoundModel:
+    """Returns a model with how far it has loaded, if it loads: the furthest of its engines that start, by what they
+    report. `details` are Serve's of its application.
+    """
+    if found.condition.stage != "loading":
+        return found
+    replicas = details["deployments"][ENGINE]["replicas"]
+    starting = [each["replica_id"] for each in replicas if each["state"] == ReplicaState.STARTING]
+    reports = [read_report(report_key(found.application, replica)) for replica in starting]
+    furthest = max((each for each in reports if each is not None), key=lambda each: each.place, default=None)
+    condition = msgspec.structs.replace(found.condition, progress=furthest)
+    return msgspec.structs.replace(found, condition=condition)
 
 
 def serve_applications() -> Mapping[str, Any]:

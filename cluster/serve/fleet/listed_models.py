@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
+
 from manta.cluster.config import ServedModel
 from manta.cluster.serve.fleet.model_changes import ChangesRegistry, FailedLoad, ModelChange, ModelChanges
 from manta.structured.visible_logs import logger_of
@@ -62,7 +64,7 @@ class ListedModels:
 
     async def undo(self, before: ModelChanges) -> None:
         """Makes the changes again what they were."""
-        await self._keep(ModelChanges(self._changes.version + 1, before.of, before.failed))
+        await self._keep(msgspec.structs.replace(before, version=self._changes.version + 1))
 
     @property
     def failed(self) -> Mapping[str, str]:
@@ -76,6 +78,16 @@ class ListedModels:
     async def forget_failed(self, name: str) -> None:
         """Forgets that a model has failed."""
         await self._keep(self._changes.with_failed(name, None))
+
+    @property
+    def unloading(self) -> frozenset[str]:
+        """Names of the models that operators have unloaded, and that have not left yet."""
+        return self._changes.unloading
+
+    async def set_unloading(self, names: Collection[str]) -> None:
+        """Keeps which models are to leave, so that a loader that replaces this one makes them leave."""
+        if self.unloading != frozenset(names):
+            await self._keep(self._changes.with_unloading(names))
 
     async def _keep(self, changes: ModelChanges) -> None:
         self.is_read = False

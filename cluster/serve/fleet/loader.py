@@ -15,12 +15,13 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from manta.cluster.config import ServedModel
 from manta.cluster.errors import ServingError, error_of, refuse
 from manta.cluster.http.exchange.condition import Condition, Stage
 from manta.cluster.operated_models import changed_entry
+from manta.cluster.serve.fleet.deployments import Deployments, Told
 from manta.cluster.serve.fleet.found import FoundModel, application_name, names_of
 from manta.cluster.serve.fleet.held_back import HeldBack
 from manta.cluster.serve.fleet.listed_models import ListedModels
@@ -40,6 +41,10 @@ LOOKS_IN_LOAD = 16
 """While a model loads that requests wait for, the loader looks again when the load has become longer by this fraction,
 so that a short load is noticed soon and a long one costs few looks.
 """
+KEEP_CORES_S = 10.0
+"""Default of the seconds for which an address without loaded models on demand keeps the cores that they share. Ray
+needs up to a second to grant cores that were just given back.
+"""
 MOST_LOADING_S = 600.0
 """Seconds after which a model that still loads gives its place to others, although requests wait for it: its download
 hangs, no node has room for it, or its engines start again and again.
@@ -48,58 +53,12 @@ OPERATOR = "operator"
 """Name under which loads by operators take turns with those of clients."""
 
 
-class Told(NamedTuple):
-    """The models of an address as Serve tells them."""
-
-    models: list[FoundModel]
-    """Models that have an application."""
-    leaving: frozenset[str]
-    """Applications of models that Serve is deleting."""
-    is_in_charge: bool = True
-    """False if another loader takes this one's place, if the one before has not ended yet, or if the address ends."""
-
-
-class Deployments(Protocol):
-    """The loader's view of one address: it asks Serve, the ingresses and the engines, and gives them orders."""
-
-    async def look(self) -> Told:
-        """Asks Serve."""
-        ...
-
-    async def place(self, entry: ServedModel, before: ServedModel | None) -> ServedModel:
-        """Returns an entry as it is deployed, with threads, device and absolute paths. Raises `ValueError` if no node
-        has room for it, or if its engines cannot go on with the streams of the model as it is there `before`.
-        """
-        ...
-
-    async def num_bytes(self, model: ServedModel) -> int:
-        """Returns the memory of a model's engines. Raises what the files raise, and `ValueError` if it is unknown."""
-        ...
-
-    async def deploy(self, model: ServedModel) -> None:
-        """Deploys the application of a model, or replaces it. Its engines start after this returns."""
-        ...
-
-    async def delete(self, application: str) -> None:
-        """Makes Serve delete an application. Its engines end after this returns."""
-        ...
-
-    async def idle_seconds(self) -> dict[str, float]:
-        """Returns the seconds since the last request of each model that was used; 0 for one that is in use."""
-        ...
-
-    async def let_go(self, found: FoundModel, num_waiting: Mapping[str, int]) -> bool:
-        """Makes all ingresses ask the loader again before a request uses the model. `num_waiting` is the number of
-        requests that wait for it here, by ingress. Returns whether it is certain that no request uses it.
-        """
-        ...
-
-
 class Loader:
     """Loads and unloads the `models` of the application `address`. Of those on demand at most `most` are there at a
     time, those that are starting or leaving included, and each stays for `min_loaded_s` seconds. The others are
     deployed at once and kept. `now` is a clock in seconds. `step_s` are the seconds between two looks at Serve while
-    requests wait.
+    requests wait. While none of those on demand is loaded, they keep the cores that they share for `keep_cores_s`
+    seconds.
     """
 
     def __init__(
@@ -111,6 +70,7 @@ class Loader:
         deployments: Deployments,
         now: Callable[[], float] = time.monotonic,
         step_s: float = STEP_S,
+        keep_cores_s: float = KEEP_CORES_S,
     ) -> None:
         self._address = address
         self._list = models
@@ -125,6 +85,7 @@ class Loader:
         self._deployments = deployments
         self._now = now
         self._step_s = step_s
+        self._keep_cores_s = keep_cores_s
         self._found: dict[str, FoundModel] = {}
         """Models of the list that have an application, as Serve told last."""
         self._leaving: frozenset[str] = frozenset()
@@ -166,6 +127,10 @@ class Loader:
 
     async def begin_load(self, name: str, timeout_s: float) -> None:
         """Loads a model for an operator, whom nobody has to wait for. A failed one is tried again at once."""
+        await self._ensure_read()
+        if name in self._list.unloading:
+            async with self._changing():
+                await self._list.set_unloading(self._list.unloading - {name})
         self._end_for_operator(name)
         self._retried.add(name)
         task = asyncio.get_running_loop().create_task(self._load_for_operator(name, timeout_s))
@@ -185,10 +150,14 @@ class Loader:
             self._for_operators.pop(name).cancel()
 
     async def begin_unload(self, name: str) -> None:
-        """Makes a model leave once its requests have ended. New requests for it wait, and load it again."""
-        self._end_for_operator(name)
-        self._unloading.add(name)
-        self._news.set()
+        """Makes a model leave once its requests have ended. New requests for it wait, and load it again. Returns when
+        the order is stored, so that a loader that replaces this one carries it out.
+        """
+        async with self._changing():
+            self._end_for_operator(name)
+            if name in self._found or name in self._list.failed:
+                await self._list.set_unloading(self._list.unloading | {name})
+                self._unloading.add(name)
 
     # ---- what operators change -------------------------------------------------------------------------------------
 
@@ -309,8 +278,8 @@ class Loader:
         """
         is_done = False
         while True:
-            if is_done and not (self._waiting or self._unloading or self._missing()):
-                await self._wait_for_news(self._retry_s)
+            if is_done and not (self._waiting or self._unloading or self._leaving or self._missing()):
+                await self._rest()
             self._news.clear()
             try:
                 is_done = await self.step()
@@ -320,17 +289,34 @@ class Loader:
             await self._wait_for_news(min(self._step_s, self._youngest_load_s / LOOKS_IN_LOAD))
             await asyncio.sleep(self._step_s / STEPS_AT_MOST)
 
+    async def _rest(self) -> None:
+        """Returns when there is something to do. Meanwhile, after `keep_cores_s`, models on demand that are not loaded
+        claim no cores any more.
+        """
+        retry_s, keep_s = self._retry_s, self._keep_cores_s
+        if retry_s is not None and retry_s <= keep_s:
+            await self._wait_for_news(retry_s)
+        elif not await self._wait_for_news(keep_s):
+            try:
+                async with self._turn:
+                    await self._deployments.release_cores()
+            except Exception as error:  # Ray's store may be restarting, and Ray raises many types
+                logger.warning("the cores of models on demand are not given back yet: %s", in_words(error))
+            await self._wait_for_news(None if retry_s is None else retry_s - keep_s)
+
     @property
     def _youngest_load_s(self) -> float:
         """Seconds for which the model loads that was deployed last, of those that requests wait for."""
         stages = [self._stages[each.name] for each in self._waiting if each.name in self._found]
         return self._now() - max((begun for stage, begun in stages if stage == "loading"), default=float("-inf"))
 
-    async def _wait_for_news(self, timeout_s: float | None) -> None:
-        """Returns when there is something to do, and after `timeout_s` if that is given."""
-        with contextlib.suppress(TimeoutError):
+    async def _wait_for_news(self, timeout_s: float | None) -> bool:
+        """Returns True when there is something to do, and False after `timeout_s` if that is given."""
+        try:
             async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+                return await self._news.wait()
+        except TimeoutError:
+            return False
 
     async def step(self) -> bool:
         """Looks at Serve, answers who waits, and makes models leave and load as far as that is possible now. Returns
@@ -356,6 +342,7 @@ class Loader:
         for name in [name for name in self._unloading if name in self._list.failed]:
             await self._try_again(name)
         self._unloading &= self._found.keys()
+        await self._list.set_unloading(self._list.unloading & self._unloading)
         if not self._waiting.wanted(self._found):
             self._closed.clear()
         await self._answer()
@@ -385,6 +372,7 @@ class Loader:
             self._granted.pop(name, None)
         self._closed &= self._found.keys()
         known = self._models.keys() | self._found.keys()
+        self._unloading |= self._list.unloading
         self._updated &= known
         self._retried &= known
         self._held_back.keep(known)

@@ -13,11 +13,13 @@ import msgspec
 from ray import serve
 from ray.serve.schema import ApplicationStatus, LoggingConfig, ReplicaState
 
-from manta.cluster.config import ServedModel
+from manta.cluster.config import EngineConfig, ServedModel
 from manta.cluster.engine.ranks.claims import check_room, node_cpus
+from manta.cluster.engine.ranks.load_reports import forget_reports
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.engine_bytes import engine_bytes
+from manta.cluster.engine_bytes import engine_bytes, serving_bytes
 from manta.cluster.serve.engine.engine_deployment import engine_variables
+from manta.cluster.serve.fleet.deployments import Told
 from manta.cluster.serve.fleet.found import (
     FoundModel,
     application_name,
@@ -27,7 +29,7 @@ from manta.cluster.serve.fleet.found import (
 )
 from manta.cluster.serve.fleet.listed_models import ListedModels
 from manta.cluster.serve.fleet.loaded_amount import Amount
-from manta.cluster.serve.fleet.loader import Loader, Told
+from manta.cluster.serve.fleet.loader import Loader
 from manta.cluster.serve.fleet.model_application import (
     check_continues,
     has_one_node,
@@ -35,6 +37,7 @@ from manta.cluster.serve.fleet.model_application import (
     placed_model,
 )
 from manta.cluster.serve.fleet.model_changes import GcsChanges
+from manta.cluster.serve.fleet.shared_cores import Cores, SharedCores, shares_cores
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
 from manta.cluster.serve.scaling.cluster_state import is_removed
 from manta.cluster.serve.starting import warm_process
@@ -54,18 +57,23 @@ HOLDERS = ("ingress", "batches")
 
 class DeployedModels:
     """The models of the application `address`, for the loader that is Serve's replica `own_id`. Implements
-    `manta.cluster.serve.fleet.loader.Deployments` with Serve.
+    `manta.cluster.serve.fleet.deployments.Deployments` with Serve. `cores` are those that models on demand share.
     """
 
-    def __init__(self, address: str, own_id: str) -> None:
+    def __init__(self, address: str, own_id: str, cores: Cores) -> None:
         self._address = address
+        self._cores = cores
+        self._may_hold_cores = True
+        """Whether cores may be claimed. A loader before this one may have claimed them."""
+        self._shares_cores = False
+        """Whether there were applications whose engines share them, as Serve told last."""
         self._own_id = own_id
         self._handles: dict[str, Any] = {}
         """Handles of the deployments whose replicas use models, by name."""
         self._num_holders: dict[str, int] = {}
         """Replicas of these deployments that run."""
-        self._num_bytes: dict[bytes, int] = {}
-        """Memory of models, by their encoded entries."""
+        self._num_bytes: dict[bytes, tuple[int, int]] = {}
+        """Memory of one engine of each model, and that of each process that uses it, by their encoded entries."""
 
     async def look(self) -> Told:
         applications = await asyncio.to_thread(serve_applications)
@@ -73,6 +81,7 @@ class DeployedModels:
         if own is None or own["status"] == ApplicationStatus.DELETING or not is_in_charge(own, self._own_id):
             return Told([], frozenset(), is_in_charge=False)
         self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
+        self._shares_cores = any(map(self._may_share, applications.items()))
         # Another application with a name of a model that is loaded hides none, or nobody would count or unload that.
         by_loader = [name for name in applications if name.startswith(f"{self._address}.")]
         return Told(models_among(applications, self._address, by_loader), leaving_among(applications, self._address))
@@ -83,17 +92,36 @@ class DeployedModels:
     async def num_bytes(self, model: ServedModel) -> int:
         key = msgspec.json.encode(model)
         if key not in self._num_bytes:
-            self._num_bytes[key] = model.max_engines * await asyncio.to_thread(engine_bytes, model.engine)
-        return self._num_bytes[key]
+            self._num_bytes[key] = await asyncio.to_thread(_bytes_of, model.engine)
+        of_engine, of_holder = self._num_bytes[key]
+        return model.max_engines * of_engine + sum(self._num_holders.values()) * of_holder
 
     async def deploy(self, model: ServedModel) -> None:
         name = application_name(self._address, model.model_name)
+        if shares_cores(model):
+            self._may_hold_cores = self._shares_cores = True
+            await asyncio.to_thread(self._cores.claim, model.engine.num_threads or 1)
         made = model_application(model, self._address, by_loader=True)
         target = serve.RunTarget(made, name, None, LoggingConfig(enable_access_log=False))
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
 
+    async def release_cores(self) -> None:
+        if self._may_hold_cores and not self._shares_cores:
+            await asyncio.to_thread(self._cores.release)
+            self._may_hold_cores = False
+
+    def _may_share(self, application: tuple[str, Mapping[str, Any]]) -> bool:
+        """Returns whether an application of Serve's details has, or may have, engines that share claimed cores. Serve
+        does not tell of one that it is deleting which model it has.
+        """
+        name, details = application
+        if details["status"] == ApplicationStatus.DELETING:
+            return name in leaving_among({name: details}, self._address)
+        return any(shares_cores(each.model) for each in models_among({name: details}, self._address))
+
     async def delete(self, application: str) -> None:
         await asyncio.to_thread(serve.delete, application, _blocking=False)
+        await asyncio.to_thread(forget_reports, application)
 
     async def idle_seconds(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -137,7 +165,12 @@ class DeployedModels:
         for each in models_among(await asyncio.to_thread(serve_applications), self._address):
             if each.by_loader:
                 await self.delete(each.application)
+        await asyncio.to_thread(self._cores.release)
         await asyncio.to_thread(GcsChanges(self._address).clear)
+
+
+def _bytes_of(engine: EngineConfig) -> tuple[int, int]:
+    return engine_bytes(engine), serving_bytes(engine)
 
 
 def _placed(entry: ServedModel, before: ServedModel | None) -> ServedModel:
@@ -191,7 +224,8 @@ class DeployedLoader(ReplicaProcess):
         super().__init__()
         with told_in_words():
             context = serve.get_replica_context()
-            self._deployed = DeployedModels(context.app_name, context.replica_id.unique_id)
+            cores = SharedCores(context.app_name, max_loaded)
+            self._deployed = DeployedModels(context.app_name, context.replica_id.unique_id, cores)
             models = ListedModels(entries, placed, GcsChanges(context.app_name))
             most = Amount(max_loaded, max_bytes)
             self._loader = Loader(context.app_name, models, most, min_loaded_s, self._deployed)

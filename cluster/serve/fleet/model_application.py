@@ -34,7 +34,8 @@ that fails takes a place from other models.
 def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
     """Returns a model as it is deployed on `nodes`, the number of cores of each node. Its name stays. An engine without
     `num_threads` may use all cores of its node and claims none, because models that are idle leave them to the others.
-    A model on demand keeps its packed weights unless its options say otherwise, because it starts again and again.
+    For those on demand the loader claims them once (`shared_cores.py`). A model on demand keeps its packed weights
+    unless its options say otherwise, because it starts again and again.
     """
     engine = model.engine
     if model.on_demand and engine.packed_weights_bytes is None:
@@ -88,4 +89,4 @@ def model_application(placed: ServedModel, address: str, by_loader: bool = False
     deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
     if placed.on_demand:
         deployment = deployment.options(max_constructor_retry_count=LOAD_ATTEMPTS)
-    return deployment.bind(placed.engine, is_alone, placed.on_demand)
+    return deployment.bind(placed.engine, is_alone, placed.on_demand, True)

@@ -1,5 +1,6 @@
 """Changes that operators make to the models of an address while it runs, and the models on demand that have failed:
-their table, and the registry that keeps it.
+their table, and the registry that keeps it. An unload that an operator was told of is in it too, until the model has
+left.
 
 The loader (`loader.py`) alone changes the table. Ingresses read it, and so does a command that deploys the address
 again. A change counts as long as the configuration has the entry that was changed. An operator who changes that entry
@@ -9,7 +10,7 @@ and deploys it decides anew.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -52,12 +53,14 @@ class FailedLoad(msgspec.Struct, frozen=True):
 
 
 class ModelChanges(msgspec.Struct, frozen=True):
-    """The changed models by name, and those that have failed."""
+    """The changed models by name, those that have failed, and those that are to leave."""
 
     version: int = 0
     """Number of changes so far."""
     of: dict[str, ModelChange] = {}
     failed: dict[str, FailedLoad] = {}
+    unloading: frozenset[str] = frozenset()
+    """Names of the models that operators have unloaded, and that have not left yet."""
 
     @property
     def removed(self) -> frozenset[str]:
@@ -82,21 +85,29 @@ class ModelChanges(msgspec.Struct, frozen=True):
         valid = {name: change for name, change in self.of.items() if change.base == listed.get(name)}
         entries = ModelChanges(of=valid).entries(listed)
         failed = {name: load for name, load in self.failed.items() if load.entry == entries.get(name)}
-        return self if (valid, failed) == (self.of, self.failed) else ModelChanges(self.version + 1, valid, failed)
+        return self if (valid, failed) == (self.of, self.failed) else self._next(of=valid, failed=failed)
 
     def with_change(self, name: str, change: ModelChange, there: Collection[str] = ()) -> ModelChanges:
-        """Returns the next version, in which a model is as `change` says, and has not failed. Nothing stays of a change
-        that is undone, nor of models that were added and removed and are not among those that are `there`.
+        """Returns the next version, in which a model is as `change` says, has not failed and is not to leave. Nothing
+        stays of a change that is undone, nor of models that were added and removed and are not among those that are
+        `there`.
         """
         rest = {other: each for other, each in self.of.items() if other in there or not each.is_past}
         rest.pop(name, None)
         of, failed = rest if change.is_undone else rest | {name: change}, self.with_failed(name, None).failed
-        return ModelChanges(self.version + 1, of, failed)
+        return self._next(of=of, failed=failed, unloading=self.unloading - {name})
 
     def with_failed(self, name: str, load: FailedLoad | None) -> ModelChanges:
         """Returns the next version, in which the last load of a model has failed. With None it has not."""
         failed = {other: each for other, each in self.failed.items() if other != name}
-        return ModelChanges(self.version + 1, self.of, failed if load is None else failed | {name: load})
+        return self._next(failed=failed if load is None else failed | {name: load})
+
+    def with_unloading(self, names: Collection[str]) -> ModelChanges:
+        """Returns the next version, in which exactly these models are to leave."""
+        return self._next(unloading=frozenset(names))
+
+    def _next(self, **fields: Any) -> ModelChanges:
+        return msgspec.structs.replace(self, version=self.version + 1, **fields)
 
 
 class ChangesRegistry(Protocol):
