@@ -28,6 +28,11 @@ class Sizes(NamedTuple):
         """The number of weights of all experts."""
         return self.layers * self.experts * 3 * self.hidden * self.inner
 
+    @property
+    def of_others(self) -> int:
+        """The number of weights of attention and of the head."""
+        return self.layers * 4 * _HEADS * _HEAD_DIM * self.hidden + _COMMON["vocab_size"] * self.hidden
+
 
 _HEADS, _HEAD_DIM = 4, 64
 _COMMON: dict[str, Any] = {

@@ -6,6 +6,7 @@ Reads lines of JSON, each a `Loading`, and answers each with a line of `Taken`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -81,6 +82,8 @@ def load(loading: Loading) -> object:
 
 def measure(loading: Loading) -> Taken:
     gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # what the model before has left
     before = held()
     with peak_of() as peak:
         model = load(loading)

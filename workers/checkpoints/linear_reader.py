@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from manta.structured.host import give_back_freed_memory
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.formats.awq import read_awq
 from manta.workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
@@ -42,6 +43,10 @@ READERS: dict[str, Reader] = {
 MXFP4_EXPERTS = WeightFormat(reader="mxfp4_experts", bits=4, group_size=32)
 GGUF = WeightFormat(reader="gguf")
 """The format of every tensor with a GGUF type."""
+_GIVEN_BACK_EACH = 1 << 24
+"""Numbers of linears between two times that memory which readers have freed is given back. Packed weights lie between
+its parts.
+"""
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 """Suffixes of tensors that only a quantised linear has. Each one has at least one of them."""
 
@@ -75,11 +80,17 @@ class LinearReader:
         self._keeps_float8 = keeps_float8
         self._shapes_only = shapes_only
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._num_read = 0
+        """Numbers of the linears since freed memory was given back."""
 
     def read(self, spec: LinearSpec, shapes_only: bool | None = None) -> LinearWeight:
         """Returns the weight of a linear. It is valid until the next one is read: it may view the file, or memory that
         is used again. `shapes_only` False gives a weight its data in any case.
         """
+        if self._num_read >= _GIVEN_BACK_EACH:
+            self._num_read = 0
+            give_back_freed_memory()
+        self._num_read += spec.out_features * spec.in_features
         shapes_only = self._shapes_only if shapes_only is None else shapes_only
         tensors = self.checkpoint.without_data() if shapes_only else self.checkpoint
         spec = self.stored(spec)
