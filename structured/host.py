@@ -6,6 +6,8 @@ counts as none.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import os
 import pathlib
@@ -43,6 +45,20 @@ def free_memory() -> int:
     """
     left = [rest for group in _groups("memory") if (rest := _memory_left(group)) is not None]
     return max(0, min([psutil.virtual_memory().available, _address_space_left(), *left]))
+
+
+def give_back_freed_memory() -> None:
+    """Has the C library give back to the system what this process has freed, where it can (glibc). What lies between
+    memory that is still in use would stay with the process.
+    """
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def address_space_limit() -> int | None:

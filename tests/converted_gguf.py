@@ -21,7 +21,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from tests import converted_hybrids
 from tests.converted_hybrids import num_layers_of
-from tests.gguf_files import KindOf, add_tensor, add_tokenizer, interleaved
+from tests.gguf_files import KindOf, Quantise, add_tensor, add_tokenizer, interleaved
 
 Tensors = dict[str, np.ndarray]
 
@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "Gemma3nForCausalLM": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",
     "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "chatglm",
+    "MiniCPM3ForCausalLM": "minicpm3",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
@@ -90,12 +92,13 @@ def convert(
     tensors_each: int = 0,
     as_name: str | None = None,
     by_layer: bool = False,
+    quantise: Quantise | None = None,
 ) -> pathlib.Path:
     """Writes the checkpoint of `folder` to `path`. `kind_of` chooses the types of tensors that are no vectors; if
     `is_dense`, the file has the numbers that their blocks stand for. With `tensors_each`, the model is split into files
     of so many tensors. `as_name` is llama.cpp's name of the architecture, if the text decoder of a multimodal model has
     another one than alone. `by_layer` holds one layer at a time in memory and the rest in a temporary file, for models
-    whose layers are converted each by itself.
+    whose layers are converted each by itself. `quantise` makes the blocks in place of the package `gguf`.
     """
     config = json.loads((folder / "config.json").read_text())
     name = as_name or name_of(config)
@@ -117,7 +120,7 @@ def convert(
                     continue
                 converted = key if key.startswith("blk.") else names.get_name(key, try_suffixes=(".weight", ".bias"))
                 assert converted is not None, key
-                add_tensor(writer, converted, tensor, kind_of, is_dense=is_dense)
+                add_tensor(writer, converted, tensor, kind_of, is_dense=is_dense, quantise=quantise)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -281,6 +284,15 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], name: str) -> Non
 Add = Callable[[gguf.GGUFWriter, dict[str, Any]], None]
 
 
+def _add_latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """As the converter of MiniCPM3, which names no width of values."""
+    writer.kv_data[0].pop("minicpm3.attention.value_length")
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+
+
 def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -385,6 +397,7 @@ _OWN: dict[str, tuple[Add, ...]] = {
     "gpt-oss": (_add_experts, _add_expert_width),
     "gemma2": (_add_caps,),
     "granite": (_add_granites,),
+    "minicpm3": (_add_latents,),
     "cohere2": (lambda writer, config: writer.add_logit_scale(config["logit_scale"]),),
     "lfm2": (_add_taps,),
     "lfm2moe": (_add_taps, _add_experts, _add_expert_width, _add_dense_layers),

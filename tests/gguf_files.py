@@ -52,6 +52,10 @@ KindOf = Callable[[str], str]
 """GGUF's name of a weight, such as `blk.0.attn_q.weight`, to ggml's name of the type to store it in."""
 
 
+Quantise = Callable[[np.ndarray, str], np.ndarray]
+"""A weight and ggml's name of a type to the weight's blocks, uint8 [..., bytes of a row]."""
+
+
 def write_gguf(
     folder: pathlib.Path,
     path: pathlib.Path,
@@ -176,12 +180,22 @@ def _value_type(value: object) -> gguf.GGUFValueType:
 
 
 def add_tensor(
-    writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind_of: KindOf, *, is_dense: bool = False
+    writer: gguf.GGUFWriter,
+    name: str,
+    tensor: np.ndarray,
+    kind_of: KindOf,
+    *,
+    is_dense: bool = False,
+    quantise: Quantise | None = None,
 ) -> None:
-    """Writes a tensor in the type that `kind_of` chooses; if `is_dense`, the numbers that its blocks stand for."""
+    """Writes a tensor in the type that `kind_of` chooses; if `is_dense`, the numbers that its blocks stand for. Blocks
+    are those of `quantise`, or of the package and else random.
+    """
     kind = "F32" if tensor.ndim == 1 else kind_of(name)
     kind_number: gguf.GGMLQuantizationType = getattr(gguf.GGMLQuantizationType, kind)
-    if kind in RANDOM_BLOCKS:
+    if quantise is not None and kind != "F32":
+        data = quantise(tensor, kind)
+    elif kind in RANDOM_BLOCKS:
         *outer, inputs = tensor.shape
         rows = RANDOM_BLOCKS[kind](math.prod(outer), inputs, np.random.default_rng(sum(name.encode())))
         data = rows.reshape(*outer, -1)
@@ -248,7 +262,16 @@ def _random_tq2_0(rows: int, inputs: int, random: np.random.Generator) -> np.nda
 
 
 def _random_nvfp4(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
-    return random.integers(0, 120, (rows, inputs // 64 * 36), dtype=np.uint8)
+    """Four unsigned E4M3 scales of 16 numbers each, of about the size of 1 / (3 * inputs ** 0.5)."""
+    blocks = (rows, inputs // 64)
+    exponent = max(1, round(7 - math.log2(3 * inputs**0.5)))
+    scales = (exponent << 3) + random.integers(0, 8, (*blocks, 4), dtype=np.uint8)
+    packed = random.integers(0, 256, (*blocks, 32), dtype=np.uint8)
+    return np.concatenate((scales.astype(np.uint8), packed), axis=-1).reshape(rows, -1)
+
+
+def _random_q8_1(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    return random.integers(0, 120, (rows, inputs // 32 * 40), dtype=np.uint8)
 
 
 def _random_q4_k(rows: int, inputs: int, random: np.random.Generator, fifth_bytes: int = 0) -> np.ndarray:
@@ -290,6 +313,7 @@ RANDOM_BLOCKS = {
     "TQ1_0": _random_bytes(54, first=52, size=0.8),
     "TQ2_0": _random_tq2_0,
     "NVFP4": _random_nvfp4,
+    "Q8_1": _random_q8_1,  # of activations, in no file
 }
 
 

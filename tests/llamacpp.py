@@ -1,6 +1,6 @@
-"""llama.cpp's own tokenizer, of the package xllamacpp, by its C interface: what a GGUF file's tokens must be.
+"""llama.cpp's own tokenizer and quantiser, of the package xllamacpp, by its C interface.
 
-The interface is https://github.com/ggml-org/llama.cpp, `include/llama.h`.
+The interface is https://github.com/ggml-org/llama.cpp, `include/llama.h` and `ggml/include/ggml.h`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 import pathlib
 from typing import Any
 
+import gguf
 import httpx
+import numpy as np
 
 from tests.patience import PATIENCE_S
 
@@ -88,6 +90,21 @@ def _library() -> ctypes.CDLL:
     library.llama_log_set(_no_log, None)
     library.llama_backend_init()
     return library
+
+
+def quantised_by_llamacpp(weight: np.ndarray, kind: str) -> np.ndarray:
+    """Returns blocks of a type, uint8 [..., bytes of a row], as llama.cpp's quantiser makes them of a weight."""
+    library, number = _library(), getattr(gguf.GGMLQuantizationType, kind)
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    rows = np.ascontiguousarray(weight, np.float32).reshape(-1, weight.shape[-1])
+    inputs, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.zeros((len(rows), rows.shape[1] // inputs * block_bytes), np.uint8)
+    importance = np.ones(rows.shape[1], np.float32)  # some types need it
+    pointers = (ctypes.c_void_p(each.ctypes.data) for each in (rows, blocks))
+    sizes = (ctypes.c_int64(each) for each in (0, *rows.shape))
+    written = library.ggml_quantize_chunk(int(number), *pointers, *sizes, ctypes.c_void_p(importance.ctypes.data))
+    assert written == blocks.nbytes
+    return blocks.reshape(*weight.shape[:-1], -1)
 
 
 def greedy_of_llamacpp(path: pathlib.Path, prompt: list[int], num_tokens: int) -> list[int]:

@@ -13,16 +13,16 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manta.cluster.cli.check_report import SEQUENCE_TOKENS, CheckReport, gib, report_rows
+from manta.cluster.cli.check_report import SEQUENCE_TOKENS, CheckReport, report_rows
 from manta.cluster.cli.invocation import serve_command
 from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.tokenizer_check import check_templates, check_tokenizer, check_vocabulary
 from manta.cluster.config import EngineConfig, load_config
-from manta.cluster.engine_bytes import draft_bytes, draft_folder
+from manta.cluster.engine_bytes import draft_bytes, draft_folder, engine_bytes
 from manta.cluster.models_folder import with_models_dir
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import resolve_folder
@@ -39,6 +39,7 @@ from manta.workers.checkpoints.memory import (
     plan_max_model_len,
     weight_bytes,
 )
+from manta.workers.checkpoints.memory_check import check_memory, gib, smaller_weights
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
@@ -120,9 +121,9 @@ def _check_quickly(engine: EngineConfig) -> None:
         check_tokenizer(engine, folder, tries=False)
 
 
-def check_machine(engine: EngineConfig) -> None:
-    """Raises `ModelError` if this machine has no such device or too little memory. Imports torch only for `device`
-    "cuda" or `dtype` "float16".
+def check_machine(engine: EngineConfig, others: Sequence[EngineConfig] = ()) -> None:
+    """Raises `ModelError` if this machine has no such device, or too little memory beside `others`, which start too.
+    Imports torch only for `device` "cuda" or `dtype` "float16".
     """
     with in_one_sentence():
         if engine.device in ("cuda", "tpu"):
@@ -133,12 +134,11 @@ def check_machine(engine: EngineConfig) -> None:
             _check_gpu(engine)
         elif _runs_on_cpu(engine) and read_pooling(folder := resolve_model_folder(engine.model), engine.task) is None:
             model = load_model_config(folder)
-            dtype = model.dtype if engine.dtype == "auto" else engine.dtype
-            weights, smaller = (
-                weight_bytes(folder, dtype, model, engine.weights),
-                _smaller_weights(folder, dtype, model, "cpu"),
-            )
-            _check_memory(weights, engine.kv_cache_bytes or 0, dtype, free_memory(), smaller)
+            dtype = _stored_dtype(engine, model)
+            weights, kv_bytes = _weights_of(engine, folder, model), engine.num_ranks * (engine.kv_cache_bytes or 0)
+            free = max(0, free_memory() - _bytes_beside(engine, others))
+            beside = f" beside {', '.join(each.model for each in others)}" if others else ""
+            check_memory(weights, kv_bytes, dtype, free, smaller_weights(folder, dtype, model, "cpu"), beside)
 
 
 def _check_tpu() -> None:
@@ -166,29 +166,34 @@ def _runs_on_cpu(engine: EngineConfig) -> bool:
     return engine.device == "cpu" or (engine.device == "auto" and not has_gpu)
 
 
-def _smaller_weights(folder: pathlib.Path, dtype: str, model: ModelConfig, device: str) -> dict[str, int]:
-    """Returns the bytes of a model's weights by the values of the option `weights` that make them smaller."""
-    if model.quantization is not None:
-        return {}
-    lossless = ("lossless",) if (device, dtype) == ("cpu", "bfloat16") else ()
-    return {form: weight_bytes(folder, dtype, model, form) for form in (*lossless, "int8", "int4")}
+def _bytes_beside(engine: EngineConfig, others: Sequence[EngineConfig]) -> int:
+    """Returns the bytes that other engines take of this machine's memory. Engines of the same weights hold them once,
+    and `engine` counts its own.
+    """
+    weights, caches = {_weights_key(engine): 0}, 0
+    for other in others:
+        if not _runs_on_cpu(other):
+            continue
+        folder, key = resolve_model_folder(other.model), _weights_key(other)
+        if read_pooling(folder, other.task) is not None:
+            weights.setdefault(key, engine_bytes(other))
+            continue
+        weights.setdefault(key, _weights_of(other, folder, load_model_config(folder)))
+        caches += other.num_ranks * (other.kv_cache_bytes or 0)
+    return sum(weights.values()) + caches
 
 
-def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int, smaller: Mapping[str, int]) -> None:
-    """Raises `ModelError` if weights and KV cache do not fit. `smaller` has the bytes of rounded weights."""
-    if weights >= free:
-        smaller = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < weights}
-        fitting = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < free}
-        sizes = " and ".join(f"{gib(each)} with weights: {form}" for form, each in (fitting or smaller).items())
-        remedy = "free some, or take a smaller model"
-        if sizes:
-            remedy = f"they take {sizes}" if fitting else f"{remedy} (this one takes {sizes})"
-        raise ModelError(f"its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory is free; {remedy}")
-    if weights + kv_bytes > free:
-        raise ModelError(
-            f"its weights take {gib(weights)} and the KV cache {gib(kv_bytes)}, and {gib(free)} of memory is free; "
-            "lower kv_cache_bytes"
-        )
+def _weights_key(engine: EngineConfig) -> tuple[object, ...]:
+    return engine.model, engine.task, engine.dtype, engine.weights, engine.exact, engine.num_ranks
+
+
+def _weights_of(engine: EngineConfig, folder: pathlib.Path, model: ModelConfig) -> int:
+    dtype = _stored_dtype(engine, model)
+    return weight_bytes(folder, dtype, model, engine.weights) + draft_bytes(engine, dtype)
+
+
+def _stored_dtype(engine: EngineConfig, model: ModelConfig) -> str:
+    return model.dtype if engine.dtype == "auto" else engine.dtype
 
 
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
@@ -238,8 +243,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if tally is not None and model.quantization is not None:
         own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
     weights, free = own_bytes + draft_bytes(engine, dtype), platform.free_memory(lambda: None)
-    smaller = _smaller_weights(folder, dtype, model, platform.name)
-    _check_memory(weights, 0, dtype, free, smaller)
+    smaller = smaller_weights(folder, dtype, model, platform.name)
+    check_memory(weights, 0, dtype, free, smaller)
     if draft is not None:
         check_draft_model(draft)
     layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.attends)
@@ -256,7 +261,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         is_asynchronous=platform.runs_ahead,
         has_drafts=engine.speculative is not None,
     )
-    _check_memory(weights, sizes.num_bytes, dtype, free, smaller)
+    check_memory(weights, sizes.num_bytes, dtype, free, smaller)
     needs, block_bytes, num_blocks = block_needs(layers.groups, engine), sizes.block_bytes, sizes.num_blocks
     longest = needs.longest(num_blocks, model.max_position_embeddings)
     max_model_len = plan_max_model_len(model, engine.max_model_len, longest)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from manta.workers.checkpoints.memory_check import gib
+
 SEQUENCE_TOKENS = (1024, 8192, 131_072)
 """Lengths of sequences whose memory is reported."""
 
@@ -132,10 +134,3 @@ def _held(report: CheckReport) -> str:
 
 def _layers(report: CheckReport) -> str:
     return "one layer" if report.num_trial_layers == 1 else f"{report.num_trial_layers} layers"
-
-
-def gib(num_bytes: int) -> str:
-    """Returns a number of bytes in a unit that suits its size."""
-    if num_bytes < 2**16:
-        return f"{num_bytes / 2**10:.1f} KiB"
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

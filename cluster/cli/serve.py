@@ -94,13 +94,14 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
         say("manta: warning: {}", warning, file=sys.stderr, flush=True)
     if (warning := telemetry.missing()) is not None:
         say("manta: warning: {}", warning, file=sys.stderr, flush=True)
-    for each in config.of_each_model_at_start:
+    engines = [each.engine for each in config.of_each_model_at_start]
+    for number, engine in enumerate(engines):
         try:
-            check_quickly(each.engine)
+            check_quickly(engine)
             if ray_address() is None:
-                check_machine(each.engine)
+                check_machine(engine, engines[:number])
         except ModelError as error:
-            raise Refusal(f"{each.engine.model} cannot be served: {error}") from error
+            raise Refusal(f"{engine.model} cannot be served: {error}") from error
     return config
 
 

@@ -53,7 +53,7 @@ def test_flags_of_other_servers_set_options(
     flags: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[ServeConfig] = []
-    monkeypatch.setattr("manta.cluster.cli.serve.check_machine", lambda engine: None)
+    monkeypatch.setattr("manta.cluster.cli.serve.check_machine", lambda *_: None)
     monkeypatch.setattr("manta.cluster.cli.serve.check_quickly", lambda engine: None)
     monkeypatch.setattr("manta.cluster.cli.serve._check_port", lambda host, port: None)
     monkeypatch.setattr("manta.cluster.cli.serve._serve_until_signal", lambda config, *_: seen.append(config))

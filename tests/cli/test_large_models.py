@@ -1,17 +1,22 @@
-"""A model larger than memory is refused with what would fit, before its weights are read. Its file is sparse."""
+"""A model larger than memory is refused with what would fit, before its weights are read. Large files are sparse."""
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import shutil
 
 import pytest
 
+from manta import LLM
 from manta.cluster.cli import check
 from manta.cluster.cli.__main__ import main
 from manta.cluster.config import EngineConfig
 from manta.workers.models.model_config import ModelError
-from tests.checkpoints import make_tokenizer
+from manta.workers.platforms.cpu import CpuPlatform
+from tests.checkpoints import checkpoint, make_tokenizer
+from tests.gguf_files import write_gguf
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 8192, 28672, 80, 32000
 CONFIG = {
@@ -89,3 +94,59 @@ def test_serve_names_the_weights_that_fit(
     check.check_machine(EngineConfig(model=str(large), device="cpu"))
     monkeypatch.setattr(check, "free_memory", lambda: 40 << 30)
     check.check_machine(EngineConfig(model=str(large), device="cpu", weights="int4"))
+
+
+def test_a_cache_that_does_not_fit_beside_the_weights_is_refused_with_one_that_does(
+    large: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "free_memory", lambda: 130 << 30)
+    with pytest.raises(ModelError, match=r"lower kv_cache_bytes to at most 1\.52 GiB"):
+        check.check_machine(EngineConfig(model=str(large), device="cpu", kv_cache_bytes=8 << 30))
+
+
+def test_every_engine_refuses_what_its_machine_cannot_hold(
+    large: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it was started: on another node, or when a model is asked for."""
+    monkeypatch.setattr(CpuPlatform, "free_memory", lambda *_: 50 << 30)
+    with pytest.raises(ModelError, match=r"50\.00 GiB of memory is free; they take 36\.60 GiB with weights: int4"):
+        LLM(str(large), device="cpu", num_threads=1, kv_cache_bytes="4MiB")
+
+
+@pytest.mark.parametrize("is_checked_by", ["serve", "an engine"])
+def test_blocks_count_as_they_are_kept(
+    is_checked_by: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q3_K has 3.4 bits a weight in a file, and 6 in memory."""
+    original = checkpoint("llama", hidden_size=256, intermediate_size=256)
+    path = write_gguf(original, tmp_path / "model.gguf", lambda name: "Q3_K")
+    free = int(1.3 * path.stat().st_size)
+    monkeypatch.setattr(check, "free_memory", lambda: free)
+    monkeypatch.setattr(CpuPlatform, "free_memory", lambda *_: free)
+    words = "of memory is free; free some, or take a smaller model"
+    if is_checked_by == "serve":
+        with pytest.raises(ModelError, match=words):
+            check.check_machine(EngineConfig(model=str(path), device="cpu"))
+    else:
+        with pytest.raises(ModelError, match=words):
+            LLM(str(path), device="cpu", num_threads=1, kv_cache_bytes="1MiB")
+
+
+def test_models_that_start_together_must_fit_together(
+    large: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(large, tmp_path / "other", symlinks=True, copy_function=os.link)
+    models, refused = [f"a={large}", f"b={other}", "--device", "cpu"], []
+    monkeypatch.setattr("manta.cluster.cli.serve._check_port", lambda *_: None)
+    monkeypatch.setattr("manta.cluster.cli.serve._serve_until_signal", lambda config, *_: refused.append(False))
+    for gib in (200, 300):
+        monkeypatch.setattr(check, "free_memory", lambda gib=gib: gib << 30)
+        code = main(["serve", *models])
+        assert code == (2 if gib == 200 else 0)
+    assert refused == [False]
+
+
+def test_two_names_of_one_model_hold_its_weights_once(large: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "free_memory", lambda: 140 << 30)
+    engine = EngineConfig(model=str(large), device="cpu")
+    check.check_machine(engine, [engine])

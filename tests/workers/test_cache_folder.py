@@ -24,7 +24,7 @@ from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.checkpoints.values_digest import CheckpointValues
 from manta.workers.jax_worker.programs import jax, keep_compiled_programs
 from manta.workers.kernels import build, processor
-from manta.workers.kernels.packed_files import HUGE_PAGE, MappedFile, PackedFiles
+from manta.workers.kernels.packed_files import HUGE_PAGE, PackedFiles, PackedMemory
 from manta.workers.prefix_store import PrefixStore
 from tests.adapters import adapters_of
 from tests.checkpoints import checkpoint
@@ -135,7 +135,7 @@ def packed(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
     library: Any = NoLibrary()
     files = PackedFiles(CheckpointValues(checkpoint("llama"), settled_s=-1e6), "float32", 1 << 30)
     if files.find(library) is None:
-        files.keep(library, MappedFile(library.manta_map_weights(), HUGE_PAGE), lambda: False)
+        files.keep(library, PackedMemory(library.manta_map_weights(), HUGE_PAGE, bytes(1)), lambda: False)
     (file,) = cache_entry("packed").iterdir()
     return file
 

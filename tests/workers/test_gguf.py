@@ -22,9 +22,12 @@ from manta import LLM, SamplingParams
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.checkpoints.gguf_config import GgufFile, gguf_config
 from manta.workers.checkpoints.gguf_header import read_gguf_header
+from manta.workers.checkpoints.memory import KEPT_BLOCK_BITS
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
+from manta.workers.platforms.cpu_linears import make_linear
 from manta.workers.torch_worker.loader import load_model
 from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import CORPUS, checkpoint
@@ -35,10 +38,10 @@ from tests.workers.test_quantised_ranks import logits_alone
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 GRID_KINDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-CODED_KINDS = ("IQ4_NL", "IQ4_XS", "MXFP4", *GRID_KINDS)
+CODED_KINDS = ("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", *GRID_KINDS)
 TERNARY_KINDS = ("TQ1_0", "TQ2_0")
 FOUR_BITS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", *TERNARY_KINDS)
-GROUPS_OF_16 = ("Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S")
+GROUPS_OF_16 = ("Q2_K", "Q3_K", "Q6_K", "NVFP4", "IQ1_M", "IQ2_XS", "IQ2_S")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES: dict[str, dict] = {
     "llama": {"attention_bias": True},
@@ -311,10 +314,10 @@ def test_what_is_not_served_is_named(metadata: dict, words: str, tmp_path: pathl
 
 def test_unfitting_types_and_shapes_are_named(tmp_path: pathlib.Path) -> None:
     def unread(name: str) -> str:
-        return "NVFP4" if name == "blk.1.ffn_up.weight" else "Q8_0"
+        return "Q8_1" if name == "blk.1.ffn_up.weight" else "Q8_0"
 
     path = write_gguf(original("llama"), tmp_path / "model.gguf", unread)
-    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type NVFP4, which is not served; F32, "):
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type Q8_1, which is not served; F32, "):
         resolve_model_folder(str(path))
     path = write_gguf(original("llama"), tmp_path / "wide.gguf", lambda name: "Q8_0", llama__feed_forward_length=512)
     folder = resolve_model_folder(str(path))
@@ -354,6 +357,10 @@ def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathli
         assert -(1 << (weight.bits - 1)) <= int(weight.values.min())
         assert int(weight.values.max()) < 1 << (weight.bits - 1)
         torch.testing.assert_close(weight.dequantized(torch.float32), plain.weight, atol=1e-6, rtol=1e-5)
+        packed = make_linear(linear)
+        if isinstance(packed, PackedQuantizedLinear):  # where there is a C++ compiler
+            bits = packed.packed.nbytes * 8 / weight.values.numel()
+            assert 0.7 * KEPT_BLOCK_BITS[kind] < bits < 1.02 * KEPT_BLOCK_BITS[kind]
 
 
 def test_the_tests_writer_stores_its_input(tmp_path: pathlib.Path) -> None:

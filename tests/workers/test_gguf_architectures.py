@@ -177,6 +177,23 @@ CASES = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
+    "chatglm": Case("GlmConfig", {"attention_bias": True}),
+    "minicpm3": Case(
+        "MiniCPM3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "scale_emb": 12.0,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2moe": Case(
         "Lfm2MoeConfig",
         {
@@ -356,6 +373,35 @@ def test_every_other_name_of_llamacpp_is_refused_by_name(tmp_path: pathlib.Path)
         assert (raised.value.key, raised.value.value) == ("general.architecture", name)
 
 
+def test_scales_beside_blocks_multiply_them(tmp_path: pathlib.Path) -> None:
+    """As in files of NVFP4: a number for each linear or expert, and others for activations, which stay unrounded."""
+    layers, ends = range(SIZES["num_hidden_layers"]), ("attn_q", "ffn_gate_exps", "ffn_down_exps")
+
+    def kind_of(tensor: str) -> str:
+        return "Q8_0" if tensor.endswith(tuple(f"{end}.weight" for end in ends)) else "F32"
+
+    rounded = convert(original("mixtral"), tmp_path / "rounded.gguf", kind_of)
+    dense = convert(original("mixtral"), tmp_path / "dense.gguf", kind_of, is_dense=True)
+    names = [f"blk.{layer}.{end}" for layer in layers for end in ends]
+    factors = {
+        name: np.linspace(0.8, 1.3, 4 if name.endswith("exps") else 1, dtype=np.float32) + number / 40
+        for number, name in enumerate(names)
+    }
+    beside = {f"{name}.scale": factor for name, factor in factors.items()}
+    beside |= {f"{name}.input_scale": factor for name, factor in factors.items()}
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(dense).tensors}
+    shapes = {name: (-1,) + (1,) * (stored[f"{name}.weight"].ndim - 1) for name in names}
+    multiplied = {f"{name}.weight": stored[f"{name}.weight"] * factors[name].reshape(shapes[name]) for name in names}
+    with_scales = rewritten(rounded, tmp_path / "scales.gguf", {}, beside)
+    expected = rewritten(dense, tmp_path / "expected.gguf", {}, multiplied, tuple(f"{end}.weight" for end in ends))
+    tokens = greedy(with_scales)
+    assert tokens == greedy(expected)
+    assert tokens != greedy(rounded)
+    unknown = rewritten(rounded, tmp_path / "unknown.gguf", {}, {"blk.0.attn_norm.scale": np.ones(1, np.float32)})
+    with pytest.raises(ModelError, match=r"holds 1 tensors that its architecture does not have: .*layernorm\.scale"):
+        greedy(unknown)
+
+
 def rounded_linears(tensor: str) -> str:
     """Q8_0 for all linears of layers but small ones, which published files keep in F32."""
     small = ("norm", "conv1d", "ffn_gate_inp", "_coef")
@@ -442,6 +488,19 @@ def test_older_files_of_deepseek_have_one_linear_to_keys_and_values(tmp_path: pa
     left_out = ("attn_k_b.weight", "attn_v_b.weight", "_length_mla")
     older = rewritten(converted(name), tmp_path / "older.gguf", keys, whole, left_out)
     assert greedy(older) == expected_of(original(name))
+
+
+def test_files_of_the_first_glm_4_have_queries_keys_and_values_as_one(tmp_path: pathlib.Path) -> None:
+    """As the converter makes them of checkpoints with code of their own."""
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(converted("chatglm")).tensors}
+    joined = {
+        f"blk.{layer}.attn_qkv.{end}": np.concatenate([stored[f"blk.{layer}.attn_{each}.{end}"] for each in "qkv"])
+        for layer in range(SIZES["num_hidden_layers"])
+        for end in ("weight", "bias")
+    }
+    parts = tuple(f"attn_{each}.{end}" for each in "qkv" for end in ("weight", "bias"))
+    path = rewritten(converted("chatglm"), tmp_path / "joined.gguf", {}, joined, parts)
+    assert greedy(path) == expected_of(original("chatglm"))
 
 
 def test_dense_models_of_granite_4_have_keys_of_hybrids(tmp_path: pathlib.Path) -> None:

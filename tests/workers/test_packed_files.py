@@ -47,9 +47,11 @@ class IdleWork:
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[Callable[[], bool]], None]] = []
+        self.later: list[Callable[[Callable[[], bool]], None]] = []
+        """Work that looks again whether its time has come."""
 
-    def begin(self, work: Callable[[Callable[[], bool]], None], failure: str) -> None:
-        self.waiting.append(work)
+    def begin(self, work: Callable[[Callable[[], bool]], None], failure: str, delay_s: float | None = None) -> None:
+        (self.waiting if delay_s is None else self.later).append(work)
 
     def run(self, is_over: Callable[[], bool] = lambda: False) -> None:
         while self.waiting:

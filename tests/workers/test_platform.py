@@ -80,6 +80,7 @@ class OtherPlatform:
     kv_share = 0.4
     keeps_integers = False
     keeps_float8 = False
+    reads_tables_in_files = False
     groups_layers = False
     splits_mlp = False
     adapting = None

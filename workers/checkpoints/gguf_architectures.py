@@ -291,6 +291,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         | _HEAD_NORMS
         | {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     ),
+    "chatglm": GgufArchitecture(
+        "GlmForCausalLM", _ATTENTION | {"attn_qkv": "self_attn.qkv_proj", "ffn_norm": _MLP["ffn_norm"]} | _FUSED_MLP
+    ),
     "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
         _ATTENTION
@@ -400,6 +403,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         tensors=_QWEN_3_5_TENSORS,
         head=_QWEN_HEAD,
     ),
+    "minicpm3": GgufArchitecture("MiniCPM3ForCausalLM", _LATENT | _MLP),
     "deepseek2": GgufArchitecture(
         "DeepseekV3ForCausalLM",
         _LATENT | _MLP | _EXPERTS | _SHARED_EXPERTS,

@@ -22,7 +22,7 @@ from manta.workers.models.model_config import ModelError
 _FLOATS = ("F32", "F16", "BF16")
 _ROUNDED = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
-    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+    *("NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
 )
 _TYPES = (*_FLOATS, *_ROUNDED)
 """Types of tensors that are served. `formats/gguf_blocks.py` reads those that are rounded."""
@@ -33,8 +33,9 @@ IN_CONFIG = (_ROPE_DIVISORS, _LONG_FACTORS, _SHORT_FACTORS)
 _WITHOUT_ROPE = ("granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe")
 """Architectures in which nothing rotates. Their files may name a part of a head of another width."""
 _WITHOUT_ATTENTION = ("mamba", "mamba2")
+_LATENT = ("deepseek2", "minicpm3")
 _DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
-_PARTLY_ROTATED = ("glm4", "glm4moe", "phi3", *_DELTA_NETS)
+_PARTLY_ROTATED = ("chatglm", "glm4", "glm4moe", "phi3", *_DELTA_NETS)
 """Architectures of whose heads only the first dimensions may rotate."""
 _MIXING = ("lfm2", "lfm2moe", *_WITHOUT_ROPE, *_DELTA_NETS)
 """Architectures whose layers without key heads have no attention."""
@@ -91,7 +92,7 @@ def _shape(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": file.of_model(f"attention.{norm_eps}").number(least=0, most=1),
         "max_position_embeddings": file.of_model("context_length").whole(),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
+        "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors),
         "dtype": _dtype({tensor.kind for tensor in file.tensors.values()}),
         "eos_token_id": list(dict.fromkeys(stop_ids)),
         "quantization_config": {"quant_method": "gguf"},
@@ -123,7 +124,7 @@ def _heads(file: GgufFile) -> dict[str, Any]:
     if file.architecture in _WITHOUT_ATTENTION:
         file.of_model("attention.head_count").whole(0, least=0, most=0)
         return {}
-    if file.architecture == "deepseek2":
+    if file.architecture in _LATENT:
         return gguf_hybrids.latent_heads(file) | {"rope_parameters": _rope(file)}
     hidden_size = file.of_model("embedding_length").whole()
     num_heads = file.of_model("attention.head_count").whole(most=hidden_size)
@@ -365,16 +366,25 @@ def _experts_beside(file: GgufFile) -> Config:
 
 
 def _phi_3(file: GgufFile, config: Config) -> Config:
-    own: Config = {"sliding_window": _window(file)}
+    return {"sliding_window": _window(file)} | _long_rope(file, config)
+
+
+def _minicpm_3(file: GgufFile, config: Config) -> Config:
+    """The factors of embedding, residuals and logits are the published model's, as in llama.cpp: no key has them."""
+    return _long_rope(file, config) | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+
+
+def _long_rope(file: GgufFile, config: Config) -> Config:
+    """Returns a rope with factors for short and long contexts, if the file has them."""
     original = file.of_model("rope.scaling.original_context_length").whole(config["max_position_embeddings"])
     attention_factor = file.of_model("rope.scaling.attn_factor")
     if _LONG_FACTORS not in file.tensors:
-        return own
+        return {}
     factors = {"long_factor": file.floats(_LONG_FACTORS), "short_factor": file.floats(_SHORT_FACTORS)}
     rope = config["rope_parameters"] | {"rope_type": "longrope", **factors}
     if attention_factor.value is not None:
         rope |= {"attention_factor": attention_factor.number(least=0)}
-    return own | {"rope_parameters": rope, "original_max_position_embeddings": original}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
 def _gpt_oss(file: GgufFile, config: Config) -> Config:
@@ -459,6 +469,7 @@ _OWN: dict[str, Callable[[GgufFile, Config], Config]] = {
     "gemma3n": _gemma_3n,
     "gemma4": _gemma_4,
     "phi3": _phi_3,
+    "minicpm3": _minicpm_3,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "glm4moe": _glm_4_moe,

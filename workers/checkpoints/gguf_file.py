@@ -14,6 +14,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from manta.workers.checkpoints.gguf_architectures import (
@@ -36,6 +37,8 @@ _FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
 """Form of the names of these folders, finished and not."""
 _OF_TOWERS = ("v.", "a.", "mm.")
 """Beginnings of llama.cpp's names of tensors that see, hear, or join both to a text decoder."""
+_WITH_JOINED_HEADS, _JOINED_HEADS = ("chatglm",), "qkv_proj"
+"""Architectures of which files may hold queries, keys and values as one tensor, and its name."""
 _LAYOUT = 6
 """Version of the folder's contents. Folders of another version are not used."""
 
@@ -129,7 +132,8 @@ def _index(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             shape = usual_shape(place.part, shape)
         changes = {key: value for key, value in form._asdict().items() if value}
         if EXPERT not in name:
-            tensors[name] = (number, kind, shape, start, start + num_bytes, changes)
+            for part, rows, own_start, own_end in _parts(architecture, name, shape, start, num_bytes, config):
+                tensors[part] = (number, kind, (rows, *shape[1:]), own_start, own_end, changes)
             continue
         own_bytes = num_bytes // shape[0]
         for expert in range(shape[0]):
@@ -137,6 +141,24 @@ def _index(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             own = (number, kind, shape[1:], own_start, own_start + own_bytes, changes)
             tensors[name.replace(EXPERT, str(expert))] = own
     return {"files": {str(path): path.stat().st_size for path in file.paths}, "tensors": tensors}
+
+
+def _parts(
+    architecture: str, name: str, shape: tuple[int, ...], start: int, num_bytes: int, config: dict[str, Any]
+) -> Iterator[tuple[str, int, int, int]]:
+    """Yields name, number of rows, start and end of each tensor in transformers that a tensor of the file holds: one,
+    or queries, keys and values.
+    """
+    if architecture not in _WITH_JOINED_HEADS or _JOINED_HEADS not in name:
+        yield name, shape[0], start, start + num_bytes
+        return
+    query, key = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    if shape[0] != query + 2 * key:
+        raise ModelError(f"a GGUF file's tensor for {name} has {shape[0]} rows, and its heads have {query + 2 * key}")
+    row_bytes = num_bytes // shape[0]
+    for part, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        yield name.replace(_JOINED_HEADS, part), rows, start, start + rows * row_bytes
+        start += rows * row_bytes
 
 
 def _usual_name(architecture: str, stored: str, place: LayerTensor | None, config: dict[str, Any]) -> str | None:

@@ -37,8 +37,8 @@ def usual_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def form_of(architecture: str, part: str, shape: tuple[int, ...], config: dict[str, Any]) -> StoredForm:
     """Returns what the converter has done to a layer's tensor of this shape in the file."""
-    base, own = part.rpartition(".")[0], ARCHITECTURES[architecture]
-    if own.interleaves_heads and base in ("attn_q", "attn_k"):
+    (base, _, suffix), own = part.rpartition("."), ARCHITECTURES[architecture]
+    if own.interleaves_heads and base in ("attn_q", "attn_k") and not suffix.endswith("scale"):
         return StoredForm(interleaved_head_dim=config["head_dim"])
     if own.adds_one and base.endswith("norm") and base != "ssm_norm":
         return StoredForm(added=1)

@@ -272,16 +272,17 @@ def latent_heads(file: GgufFile) -> Config:
     query_rank = file.of_model("attention.q_lora_rank")
     suffix = "_mla" if _has_any(file, "attn_k_b.weight") else ""
     key, value = (file.of_model(f"attention.{name}_length{suffix}") for name in ("key", "value"))
+    num_heads = file.of_model("attention.head_count").whole()
     if key.whole() <= rotary:
         raise key.refused(f"above the {rotary} dimensions that rotate")
     file.ignore("attention.key_length", "attention.value_length", "attention.head_count_kv")
     return {
-        "num_attention_heads": file.of_model("attention.head_count").whole(),
+        "num_attention_heads": num_heads,
         "kv_lora_rank": rank,
         "q_lora_rank": None if query_rank.value is None else query_rank.whole(),
         "qk_nope_head_dim": key.whole() - rotary,
         "qk_rope_head_dim": rotary,
-        "v_head_dim": value.whole(),
+        "v_head_dim": value.whole(file.of_model("embedding_length").whole() // num_heads),
     }
 
 

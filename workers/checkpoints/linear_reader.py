@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from manta.structured.host import give_back_freed_memory
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.formats.awq import read_awq
 from manta.workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
 from manta.workers.checkpoints.formats.deepseek_fp4 import DEEPSEEK_FP4, PAIRS, read_deepseek_fp4
 from manta.workers.checkpoints.formats.float8 import read_float8
-from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES, read_gguf
+from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES, read_gguf, unpacked
 from manta.workers.checkpoints.formats.gptq import read_gptq
 from manta.workers.checkpoints.formats.mxfp4_experts import read_mxfp4_experts
-from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
+from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart, StoredTensors
 from manta.workers.checkpoints.memory import FLOATING
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
@@ -42,6 +43,10 @@ READERS: dict[str, Reader] = {
 MXFP4_EXPERTS = WeightFormat(reader="mxfp4_experts", bits=4, group_size=32)
 GGUF = WeightFormat(reader="gguf")
 """The format of every tensor with a GGUF type."""
+_GIVEN_BACK_EACH = 1 << 24
+"""Numbers of linears between two times that memory which readers have freed is given back. Packed weights lie between
+its parts.
+"""
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 """Suffixes of tensors that only a quantised linear has. Each one has at least one of them."""
 
@@ -65,7 +70,7 @@ class LinearReader:
         """`dtype` is that of the activations. Without a `shard`, weights are read whole.
 
         With `keeps_float8`, E4M3 weights stay so where the checkpoint was made for activations that are rounded like
-        them. With `shapes_only`, plain weights have no data, because another process has packed them.
+        them. With `shapes_only`, weights have no data, because another process has packed them.
         """
         self.checkpoint = checkpoint
         self._shard = shard
@@ -75,19 +80,27 @@ class LinearReader:
         self._keeps_float8 = keeps_float8
         self._shapes_only = shapes_only
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._num_read = 0
+        """Numbers of the linears since freed memory was given back."""
 
     def read(self, spec: LinearSpec, shapes_only: bool | None = None) -> LinearWeight:
         """Returns the weight of a linear. It is valid until the next one is read: it may view the file, or memory that
-        is used again. `shapes_only` False gives a plain weight its data in any case.
+        is used again. `shapes_only` False gives a weight its data in any case.
         """
+        if self._num_read >= _GIVEN_BACK_EACH:
+            self._num_read = 0
+            give_back_freed_memory()
+        self._num_read += spec.out_features * spec.in_features
         shapes_only = self._shapes_only if shapes_only is None else shapes_only
+        tensors = self.checkpoint.without_data() if shapes_only else self.checkpoint
         spec = self.stored(spec)
         formats = [self.format_of(part) for part in spec.parts]
         weight: QuantizedWeight | torch.Tensor
         if any(formats):
-            weight = stack([self._part(*each, spec) for each in zip(spec.parts, formats, strict=True)], self._dtype)
+            parts = zip(spec.parts, formats, strict=True)
+            weight = stack([self._part(part, form, spec, tensors) for part, form in parts], self._dtype)
         else:
-            weight = self._stack_plain([self._plain(part, spec) for part in spec.parts], shapes_only)
+            weight = self._stack_plain([self._plain(part, spec, tensors) for part in spec.parts])
         bias = self._bias(spec) if spec.has_bias else None
         if isinstance(weight, torch.Tensor):
             return LinearWeight(spec.name, weight, bias, self._dtype, spec.is_gated)
@@ -106,7 +119,18 @@ class LinearReader:
     def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
         """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
         format_ = GGUF if self.format_of(part) is GGUF else None
-        return self._part(part, format_, LinearSpec((part,), width))
+        return self._part(part, format_, LinearSpec((part,), width), self.checkpoint)
+
+    def unpack_rows(self, part: WeightPart, width: int) -> Callable[[torch.Tensor], QuantizedWeight] | None:
+        """Returns a function that unpacks rows of a lookup table by their numbers, from a view of the file; None if the
+        table is no tensor of blocks.
+        """
+        if self.format_of(part) is not GGUF:
+            return None
+        blocks = self.checkpoint.blocks(part.weight_name, (part.stored_rows or part.out_features, width))
+        rows, kind = self._taken(part, False, blocks), BLOCK_TYPES[self.checkpoint.kind_of(part.weight_name)]
+        assert isinstance(rows, torch.Tensor)
+        return lambda numbers: unpacked(kind, rows[numbers])
 
     def read_vector(self, name: str, size: int, split: Split) -> torch.Tensor:
         """Returns the rank's share of a tensor [size], as a view of the file."""
@@ -126,7 +150,9 @@ class LinearReader:
         assert isinstance(taken, torch.Tensor)
         return taken
 
-    def _quantized(self, part: WeightPart, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
+    def _quantized(
+        self, part: WeightPart, spec: LinearSpec, format_: WeightFormat, tensors: StoredTensors
+    ) -> QuantizedWeight | torch.Tensor:
         """Reads a whole part of a linear, and returns this rank's share."""
         num_rows = part.stored_rows or part.out_features
         stored = StoredPart(
@@ -135,7 +161,7 @@ class LinearReader:
             spec.in_features,
             format_,
             self._dtype,
-            self.checkpoint,
+            tensors,
             self._keeps_float8,
             part.expert,
         )
@@ -183,28 +209,30 @@ class LinearReader:
             return DEEPSEEK_FP4  # whatever `expert_dtype` says
         return format_
 
-    def _part(self, part: WeightPart, format_: WeightFormat | None, spec: LinearSpec) -> QuantizedWeight | torch.Tensor:
-        return self._plain(part, spec) if format_ is None else self._quantized(part, spec, format_)
+    def _part(
+        self, part: WeightPart, format_: WeightFormat | None, spec: LinearSpec, tensors: StoredTensors
+    ) -> QuantizedWeight | torch.Tensor:
+        if format_ is None:
+            return self._plain(part, spec, tensors)
+        return self._quantized(part, spec, format_, tensors)
 
-    def _plain(self, part: WeightPart, spec: LinearSpec) -> torch.Tensor:
+    def _plain(self, part: WeightPart, spec: LinearSpec, tensors: StoredTensors) -> torch.Tensor:
         """Returns the rank's share of an unquantised part, as a view of the file."""
         num_rows = part.stored_rows or part.out_features
         if part.expert is None:
-            stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
+            stored = tensors.view(part.weight_name, (num_rows, spec.in_features))
         else:
             sizes = num_rows * part.expert.step, spec.in_features
-            are_rows = part.expert.are_rows_of(self.checkpoint.shape_of(part.weight_name), *sizes)
+            are_rows = part.expert.are_rows_of(tensors.shape_of(part.weight_name), *sizes)
             of_all = (part.expert.num_experts, *(sizes if are_rows else reversed(sizes)))
-            own = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
+            own = tensors.view(part.weight_name, of_all)[part.expert.expert]
             stored = part.expert.rows_of(own if are_rows else own.T)
         taken = self._taken(part, spec.splits_inputs, stored)
         assert isinstance(taken, torch.Tensor)
         return taken
 
-    def _stack_plain(self, views: list[torch.Tensor], shapes_only: bool) -> torch.Tensor:
+    def _stack_plain(self, views: list[torch.Tensor]) -> torch.Tensor:
         """Stacks parts in memory that the next call reuses, because fresh pages would double the time."""
-        if shapes_only:
-            views = [view.to("meta") for view in views]
         if len(views) == 1:
             return views[0].to(self._dtype).contiguous()
         shape = (sum(len(view) for view in views), views[0].shape[1])

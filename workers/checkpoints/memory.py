@@ -55,6 +55,22 @@ FLOATING = ("F32", "BF16", "F16")
 """Dtypes of an unquantised linear, in safetensors' spelling."""
 _LOADED_AS_FLOATS = (*FLOATING, "F8_E4M3")
 """Dtypes of tensors that are loaded in the model's dtype, or rounded as the option `weights` says."""
+_ONE_SCALE = {"Q4_0": (4, 32), "Q8_0": (8, 32), "Q5_0": (8, 32), "IQ4_NL": (4, 32), "MXFP4": (4, 32), "NVFP4": (4, 16)}
+_ONE_WIDE_SCALE = {
+    **dict.fromkeys(("IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), (4, 32)),
+    **dict.fromkeys(("Q3_K", "IQ1_M", "IQ2_XS", "IQ2_S"), (4, 16)),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), (4, 256)),
+    "Q6_K": (8, 16),
+}
+_TWO_WIDE_SCALES = {"Q4_1": (4, 32), "Q5_1": (8, 32), "Q2_K": (4, 16), "Q4_K": (4, 32), "Q5_K": (8, 32)}
+KEPT_BLOCK_BITS = {
+    kind: bits + scale_bits / group
+    for kinds, scale_bits in ((_ONE_SCALE, 16), (_ONE_WIDE_SCALE, 32), (_TWO_WIDE_SCALES, 64))
+    for kind, (bits, group) in kinds.items()
+}
+"""The most bits for each weight in which a CPU keeps GGUF's types of blocks: the bits of an integer, and for each group
+its scale, which float16 holds exactly or not, and perhaps its offset. More than the file has in most types.
+"""
 _MOST_HEADER_BYTES = 100_000_000
 """Longest header of a safetensors file, as in the format's own library."""
 _MOST_ELEMENTS = 2**63
@@ -254,6 +270,8 @@ def weight_bytes(folder: pathlib.Path, dtype: str, config: ModelConfig | None = 
 
 
 def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
+    if entry.dtype in KEPT_BLOCK_BITS:
+        return int(math.prod(entry.shape) * KEPT_BLOCK_BITS[entry.dtype] / 8)
     if entry.dtype not in _LOADED_AS_FLOATS:
         return entry.end - entry.start
     if bits is None:

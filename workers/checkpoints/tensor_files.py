@@ -35,6 +35,8 @@ _MAP_NORESERVE, _USUAL_MACHINES = 0x4000, ("x86_64", "aarch64")
 _HEAD = "lm_head.weight"
 _COMPARED_BYTES = 2**24
 """Bytes of the embedding and of the head that are compared at a time."""
+_SMALL_BYTES = 4 << 20
+"""The most bytes of a tensor that is read as a whole where little is read."""
 _REMEDY = "copy or download configuration and weights of one model again"
 
 
@@ -55,6 +57,7 @@ class TensorFiles:
         """Counts the bytes of each tensor when it is first read."""
         self._unreleased: list[str] = []
         """Tensors that were found since the last release."""
+        self._reads_little = False
         headers = weight_headers(self.folder)
         self._source = headers[0][0] if len(headers) == 1 else self.folder
         """The only file, or the folder of several."""
@@ -78,6 +81,12 @@ class TensorFiles:
         """Has the system read all of the files, for a caller that will read most of them."""
         for mapped in self._maps:
             _advise(mapped, "MADV_WILLNEED")
+
+    def read_little(self) -> None:
+        """Has the system read nothing around what is read, for a caller that reads small tensors and rows of tables."""
+        self._reads_little = True
+        for mapped in self._maps:
+            _advise(mapped, "MADV_RANDOM")
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -135,6 +144,12 @@ class TensorFiles:
                 f"tensor {name} has shape {list(entry.shape)} in {self._paths[name]}, and the configuration asks for "
                 f"{list(shape)}; {_REMEDY}"
             )
+
+    def expect(self, mapped: mmap.mmap, entry: TensorEntry) -> None:
+        """Has the system read a small tensor whose data are wanted, where it reads nothing else ahead."""
+        if self._reads_little and entry.end - entry.start <= _SMALL_BYTES:
+            start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+            _advise(mapped, "MADV_WILLNEED", start, entry.end - start)
 
     def as_stored(self, config: ModelConfig) -> ModelConfig:
         """Returns the configuration of a tied model without its tie, if a file holds a head unlike the embedding. So

@@ -80,6 +80,7 @@ class CountingPlatform:
     dtype = torch.bfloat16
     """The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
     keeps_float8 = True
+    reads_tables_in_files = False
 
     def __init__(self) -> None:
         self.tally = WeightTally()

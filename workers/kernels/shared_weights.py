@@ -9,7 +9,8 @@ process has a copy of its own.
 
 If packed weights are kept in files (`packed_files.py`), the first process of a model maps the file that an earlier one
 has written, which takes a twentieth of the processor time. Files lie in small pages. So a thread of low priority then
-copies what was mapped to memory that is shared, and puts that in its place.
+copies what was mapped to memory that is shared, and puts that in its place. Where a file has experts, the thread waits
+until steps have read half of them: until then only those that are chosen are read from the disk.
 
 Adapters are shared in the same way (`share_tensors`), each in a file of its own.
 """
@@ -24,6 +25,7 @@ import hashlib
 import itertools
 import os
 import resource
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,11 +36,13 @@ import torch
 from manta.structured.visible_logs import logger_of
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.kernels import build, idle_work
-from manta.workers.kernels.packed_files import FILLS, HUGE_PAGE, SHARES, MappedFile, PackedFiles
+from manta.workers.kernels.packed_files import FILLS, HUGE_PAGE, SHARES, MappedFile, PackedFiles, PackedMemory, unmap
 
 logger = logger_of(__name__)
 
 PREFIX = "manta-weights-"
+_LAYOUT = 2
+"""The version of what lies in shared weights beside the tensors. Weights of another version are not used."""
 _PAGE = 4096
 _CACHE_LINE = 64
 """A weight begins so much after a page does. Where both begin at once, a decode step of 64 rows takes 4% longer in AMX,
@@ -52,6 +56,12 @@ _LOCKS = "weights.lock"
 _COPIED = 16 << 20
 """Bytes that are copied between two looks whether the process ends."""
 _WAIT_SLICE_S = 0.02
+_LOOK_AGAIN_S = 30.0
+"""Seconds between two looks how much of the experts steps have read."""
+_MOST_OF_EXPERTS = 0.5
+"""Share of the experts' bytes from which on all are copied to huge pages."""
+_FACTS = struct.Struct("<QQ")
+"""The end of shared weights: where their facts begin, and how many there are."""
 _MOST_OPEN = 0.5
 """Share of the files that the process may open beyond which it shares no more tensors. Its connections need the rest.
 """
@@ -79,6 +89,12 @@ class SharedWeights:
         self._library = library
         self.is_whole = is_whole
         self._end = 0
+        self.takes_memory = not is_whole
+        """Whether this process adds to the memory that the machine's processes hold."""
+        self._facts: list[int] = []
+        self._known_facts: bytes | None = None
+        self._expert_ranges: list[tuple[int, int]] = []
+        """The start and the end in bytes of neighbouring tensors of experts."""
 
     def place(self, size: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """The next tensor, [size], which nobody may write to. If it is not there yet, `fill` is given it first."""
@@ -87,6 +103,41 @@ class SharedWeights:
         if not self.is_whole:
             fill(self._added(start, num_bytes).view(dtype))
         return self._view(start, num_bytes).view(dtype)
+
+    def place_expert(self, size: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Does what `place` does for a tensor that a step reads only if it chooses an expert."""
+        start = self._end
+        placed = self.place(size, dtype, fill)
+        if self._expert_ranges and self._expert_ranges[-1][1] == start:
+            start = self._expert_ranges.pop()[0]
+        self._expert_ranges.append((start, self._end))
+        return placed
+
+    def fact(self, find: Callable[[], bool]) -> bool:
+        """Returns what `find` does, which whoever fills the tensors calls and all others need not. So they read none of
+        the checkpoint's values.
+        """
+        if self.is_whole:
+            if self._known_facts is None:
+                self._known_facts = self._read_facts()
+            found = self._known_facts[len(self._facts)]
+        else:
+            found = find()
+        self._facts.append(int(found))
+        return bool(found)
+
+    def _read_facts(self) -> bytes:
+        start, count = _FACTS.unpack(bytes(self._view(self.num_bytes - _FACTS.size, _FACTS.size).tolist()))
+        return bytes(self._view(start, count).tolist())
+
+    @property
+    def expert_pages(self) -> bytes:
+        """A byte for each huge page: 1 if it has nothing but experts, else 0."""
+        pages = bytearray(self.num_bytes // HUGE_PAGE)
+        for start, end in self._expert_ranges:
+            first, last = _up_to(start, HUGE_PAGE) // HUGE_PAGE, end // HUGE_PAGE
+            pages[first:last] = b"\1" * max(0, last - first)
+        return bytes(pages)
 
     def _added(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns bytes [num_bytes] behind all others, to be written to."""
@@ -103,8 +154,18 @@ class SharedWeights:
 
     def finish(self) -> None:
         """All have been asked for."""
+        facts = self._facts
+        start = self._end + _CACHE_LINE
+
+        def write(to: torch.Tensor) -> None:
+            to[: len(facts)] = torch.tensor(facts, dtype=torch.uint8)
+
+        self.place(len(facts) + _FACTS.size, torch.uint8, write)  # with room for what is written at the end of all
         if _up_to(self._end, HUGE_PAGE) != self.num_bytes:
             raise RuntimeError(f"shared weights have {self.num_bytes} bytes, and {self._end} were asked for")
+        if not self.is_whole:
+            end = self._added(self.num_bytes - _FACTS.size, _FACTS.size)
+            end.copy_(torch.frombuffer(bytearray(_FACTS.pack(start, len(facts))), dtype=torch.uint8))
 
 
 class LentWeights(SharedWeights):
@@ -151,18 +212,19 @@ class LentWeights(SharedWeights):
     def keep_in(self, files: PackedFiles) -> None:
         """Has the finished weights written to a file. Nobody waits for it."""
         library, num_bytes, file = self._library, self.num_bytes, os.dup(self._file)
+        expert_pages = self.expert_pages
 
         def keep(is_over: Callable[[], bool]) -> None:
             try:
                 memory = _mapped(library, file, 0, num_bytes, SHARES)
                 address = ctypes.addressof(memory)
-                files.keep(library, MappedFile(address, num_bytes), is_over)
-                library.manta_unmap_weights(address, num_bytes)
+                packed = PackedMemory(address, num_bytes, expert_pages)
+                files.keep(library, packed, is_over)
+                unmap(library, packed)
             finally:
                 os.close(file)
 
-        if num_bytes:
-            idle_work.begin(keep, "packed weights are not kept")
+        idle_work.begin(keep, "packed weights are not kept")
 
 
 class KeptWeights(SharedWeights):
@@ -170,13 +232,14 @@ class KeptWeights(SharedWeights):
 
     def __init__(self, library: ctypes.CDLL, mapped: MappedFile) -> None:
         super().__init__(library, is_whole=True)
+        self.takes_memory = True  # as far as it is read
         self._mapped = mapped
-        self._memory = (ctypes.c_char * mapped.num_bytes).from_address(mapped.address)
-        weakref.finalize(self._memory, library.manta_unmap_weights, *mapped).atexit = False
+        self._memory = (ctypes.c_char * mapped.memory.num_bytes).from_address(mapped.memory.address)
+        weakref.finalize(self._memory, unmap, library, mapped.memory).atexit = False
 
     @property
     def num_bytes(self) -> int:
-        return self._mapped.num_bytes
+        return self._mapped.memory.num_bytes
 
     def _view(self, start: int, num_bytes: int) -> torch.Tensor:
         if start + num_bytes > self.num_bytes:
@@ -184,10 +247,18 @@ class KeptWeights(SharedWeights):
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
     def move_to_huge_pages(self, name: str) -> None:
-        """Has the weights put into memory that is lent under this name. Nobody waits for it."""
+        """Has the weights put into memory that is lent under this name, once steps have read enough of their experts.
+        Nobody waits for it.
+        """
         library, mapped, memory = self._library, self._mapped, weakref.ref(self._memory)
+        expert_bytes = sum(mapped.memory.expert_pages) * HUGE_PAGE
 
         def move(is_over: Callable[[], bool]) -> None:
+            if memory() is None:
+                return
+            if mapped.num_resident() < _MOST_OF_EXPERTS * expert_bytes:
+                idle_work.begin(move, failure, _LOOK_AGAIN_S)
+                return
             with _alone(_digest(f"copy of {name}")):  # of several processes one copies, and the others map its copy
                 held = memory()
                 if held is None:
@@ -201,7 +272,8 @@ class KeptWeights(SharedWeights):
                 if file is not None:
                     weakref.finalize(held, os.close, file).atexit = False
 
-        idle_work.begin(move, "kept weights stay in small pages")
+        failure = "kept weights stay in small pages"
+        idle_work.begin(move, failure)
 
 
 def _mapped(library: ctypes.CDLL, file: int, start: int, num_bytes: int, use: int) -> ctypes.Array[ctypes.c_char]:
@@ -213,20 +285,24 @@ def _mapped(library: ctypes.CDLL, file: int, start: int, num_bytes: int, use: in
 
 
 def _copied(library: ctypes.CDLL, mapped: MappedFile, name: str, is_over: Callable[[], bool]) -> int | None:
-    """Returns new memory of this name with what is mapped, opened and sealed; None if the process ends meanwhile."""
-    file = _make(name)
+    """Returns new memory of this name with what is mapped, opened and sealed; None if the process ends meanwhile, or if
+    experts are not what was written.
+    """
+    file, source = _make(name), mapped.memory
     try:
-        os.truncate(file, mapped.num_bytes)
-        memory = _mapped(library, file, 0, mapped.num_bytes, FILLS)
-        address = ctypes.addressof(memory)
+        os.truncate(file, source.num_bytes)
+        memory = _mapped(library, file, 0, source.num_bytes, FILLS)
+        address, is_intact = ctypes.addressof(memory), False
         try:
-            for start in range(0, mapped.num_bytes, _COPIED):
+            for start in range(0, source.num_bytes, _COPIED):
                 if is_over():
                     break
-                ctypes.memmove(address + start, mapped.address + start, min(_COPIED, mapped.num_bytes - start))
+                ctypes.memmove(address + start, source.address + start, min(_COPIED, source.num_bytes - start))
+            else:
+                is_intact = mapped.is_intact(library, address)
         finally:
-            library.manta_unmap_weights(address, mapped.num_bytes)
-        if not is_over():
+            library.manta_unmap_weights(address, source.num_bytes)
+        if is_intact:
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
             return file
     except BaseException:
@@ -238,12 +314,13 @@ def _copied(library: ctypes.CDLL, mapped: MappedFile, name: str, is_over: Callab
 
 def _replaced(library: ctypes.CDLL, mapped: MappedFile, file: int) -> bool:
     """Puts the content of a file in the place of what is mapped, which is the same. Returns whether that succeeded."""
-    address = library.manta_map_weights(file, 0, mapped.num_bytes, SHARES)
+    source = mapped.memory
+    address = library.manta_map_weights(file, 0, source.num_bytes, SHARES)
     if address is None:
         return False
-    if library.manta_replace_weights(mapped.address, address, mapped.num_bytes):
+    if library.manta_replace_weights(source.address, address, source.num_bytes):
         return True
-    library.manta_unmap_weights(address, mapped.num_bytes)
+    library.manta_unmap_weights(address, source.num_bytes)
     return False
 
 
@@ -361,7 +438,7 @@ def _has_huge_pages() -> bool:
 
 
 def _name(library: ctypes.CDLL, content: str) -> str:
-    return PREFIX + _digest(f"{library._name} {content}")
+    return PREFIX + _digest(f"{_LAYOUT} {library._name} {content}")
 
 
 def _digest(text: str) -> str:

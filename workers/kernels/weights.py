@@ -60,6 +60,8 @@ class LinearWeight:
     """Bound of the gate and of what it lets through (`LinearSpec.gate_limit`); 0 for none."""
     gate_caps: tuple[float, ...] = ()
     """Soft bounds of both (`LinearSpec.gate_caps`); empty for none."""
+    is_expert: bool = False
+    """Whether a step reads it only if its rows choose it."""
 
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
@@ -101,6 +103,11 @@ class SharedLinears(Protocol):
     @property
     def are_packed(self) -> bool:
         """Whether some process has packed these weights: then only their shapes are looked at."""
+        ...
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether no process of this machine holds these weights yet."""
         ...
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...

@@ -54,6 +54,8 @@ class Platform(Protocol):
     """Whether linears keep quantised weights as integers, and not in the activations' dtype."""
     keeps_float8: bool
     """Whether linears keep E4M3 weights, where the checkpoint was made for activations that are rounded like them."""
+    reads_tables_in_files: bool
+    """Whether lookup tables stay in the checkpoint's files, of which only the rows in use are read."""
     groups_layers: bool
     """Whether layers with different windows have block tables of their own, so that windows give back blocks."""
     splits_mlp: bool

@@ -69,6 +69,7 @@ class CpuPlatform:
     kv_share = MOST_OF_FREE
     keeps_integers = True
     keeps_float8 = False
+    reads_tables_in_files = True
     groups_layers = True
     splits_mlp = True
 

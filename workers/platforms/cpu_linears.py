@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -42,20 +43,28 @@ def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linea
     return _gated(linear, weight) if weight.gated else linear
 
 
-def make_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+Know = Callable[[Callable[[], bool]], bool]
+"""Returns what its argument would, which is called only by the process that packs the weights."""
+
+
+def find_out(find: Callable[[], bool]) -> bool:
+    return find()
+
+
+def make_linear(weight: LinearWeight, place: Place = place_alone, know: Know = find_out) -> Linear:
     """Returns a linear for any weight. Packed copies lie in memory from `place`."""
     if weight.quantized is None and weight.rounded_to in (None, LOSSLESS_BITS):
         return make_dense_linear(weight, place)
-    return make_quantized_linear(weight, place)
+    return make_quantized_linear(weight, place, know)
 
 
-def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+def make_quantized_linear(weight: LinearWeight, place: Place = place_alone, know: Know = find_out) -> Linear:
     """Returns a linear that keeps its weight as integers and rounds activations to int8.
 
     A row of activations has one scale if the checkpoint was made for that, else one for each group of inputs.
     """
 
-    stored = None if weight.quantized is None else _with_half_scales(weight.quantized)
+    stored = None if weight.quantized is None else _with_half_scales(weight.quantized, know)
 
     def read() -> QuantizedWeight:
         if stored is not None:
@@ -94,10 +103,10 @@ def _gated(linear: Linear, weight: LinearWeight) -> GatedLinear:
     )
 
 
-def _with_half_scales(weight: QuantizedWeight) -> QuantizedWeight:
+def _with_half_scales(weight: QuantizedWeight, know: Know) -> QuantizedWeight:
     """Returns the weight with `has_half_scales` set if its scales and offsets are exact in float16."""
     numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
-    is_exact = all(torch.equal(each.half().float(), each) for each in numbers)
+    is_exact = know(lambda: all(torch.equal(each.half().float(), each) for each in numbers))
     return dataclasses.replace(weight, has_half_scales=is_exact)
 
 
@@ -111,8 +120,13 @@ class CpuSharedLinears:
     def are_packed(self) -> bool:
         return self._weights.is_whole
 
+    @property
+    def takes_memory(self) -> bool:
+        return self._weights.takes_memory
+
     def make_linear(self, weight: LinearWeight) -> Linear:
-        return make_linear(weight, self._weights.place)
+        place = self._weights.place_expert if weight.is_expert else self._weights.place
+        return make_linear(weight, place, self._weights.fact)
 
 
 class CpuLinearAdapting:

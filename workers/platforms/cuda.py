@@ -60,6 +60,7 @@ class CudaPlatform:
     kv_share = 0.9
     """Graphs and fragmentation of a step's tensors take the rest."""
     keeps_integers = True
+    reads_tables_in_files = False
     groups_layers = True
     splits_mlp = False
 

@@ -24,7 +24,6 @@ from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.exponential import exponential
 from manta.workers.kernels.linears import GatedLinear, LowRankLinear
 from manta.workers.kernels.model_protocol import Model
-from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
@@ -86,7 +85,7 @@ from manta.workers.parallel.sharded_layers import (
 from manta.workers.parallel.split import check_num_ranks, describe_share, shard_config
 from manta.workers.platforms import Platform
 from manta.workers.torch_worker.block_loader import load_clipped_attention, load_distances, load_ends, load_reads
-from manta.workers.torch_worker.embedding_lookup import look_up, look_up_quantized
+from manta.workers.torch_worker.embedding_lookup import load_lookup
 from manta.workers.torch_worker.mixer_loader import (
     PartReader,
     load_compressed_attention,
@@ -94,6 +93,7 @@ from manta.workers.torch_worker.mixer_loader import (
     load_latent_attention,
     load_table,
 )
+from manta.workers.torch_worker.room import check_room
 from manta.workers.torch_worker.stream_loader import (
     Readers,
     load_block_indexer,
@@ -130,12 +130,14 @@ def load_model(
     `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the
     others are not read. With `exact` ranks split no sums, and with `expert_parallel` they divide the experts of layers.
     With a `bank` its linears take adapters. With `kept_bytes` packed weights are kept in files of at most that size.
-    Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
-    so many ranks.
+    Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; if the weights exceed a CPU's free
+    memory; and if the model cannot be split over so many ranks.
     """
     group = group or OneRank()
     if not config.native:
         check_num_ranks(config, group.num_ranks)
+        if whole:
+            check_room(pathlib.Path(folder), config, dtype, weights, platform, group.num_ranks)
         from manta.workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
@@ -144,6 +146,8 @@ def load_model(
     config = checkpoint.as_stored(config)
     share = shard_config(config, group.num_ranks, expert_parallel)
     with platform.shared_linears(content) as shared:
+        if whole and (shared is None or shared.takes_memory):
+            check_room(pathlib.Path(folder), config, dtype, weights, platform, group.num_ranks)
         read_ahead(checkpoint, group, shared)
         checkpoint.count_into(LOAD_METER)
         compute_dtype = platform.torch_dtype(dtype)
@@ -161,10 +165,12 @@ def load_model(
 
 
 def read_ahead(checkpoint: Checkpoint, group: Group, shared: SharedLinears | None) -> None:
-    """Has the system read all of a cold file while the first weights are packed. Ranks read parts of it, and with
-    weights that are packed already nobody reads it.
+    """Has the system read all of a cold file while the first weights are packed. Ranks read parts of it. Where weights
+    are packed already, only norms, routers and rows of the embedding are read.
     """
-    if group.num_ranks == 1 and not (shared is not None and shared.are_packed):
+    if shared is not None and shared.are_packed:
+        checkpoint.read_little()
+    elif group.num_ranks == 1:
         checkpoint.read_ahead()
 
 
@@ -279,10 +285,7 @@ class WeightLoader:
 
     def _table(self, part: WeightPart, width: int) -> Embedding:
         """Returns the lookup of a table [num_rows, width]."""
-        read = self.linears.read_table(part, width)
-        if isinstance(read, QuantizedWeight):
-            return self._quantized_embedding(read)
-        return functools.partial(look_up, self._platform.place_embedding(read, self._dtype), self._dtype)
+        return load_lookup(self.linears, self._platform, part, width, self._dtype)[0]
 
     @property
     def _readers(self) -> Readers:
@@ -366,7 +369,7 @@ class WeightLoader:
         join: Join = self._platform.join_experts
         if self._bank is not None:
             join = self._bank.joining(join, spec)
-        experts = join(map(self._own_mlp, spec.own), own, activation)
+        experts = join((self._own_mlp(each, is_expert=True) for each in spec.own), own, activation)
         if spec.held is not None:
             of_rank = ExpertsOfRank(experts, spec.held)
             experts = ExactExpertsOfRanks(of_rank, self._group) if self._exact else of_rank
@@ -406,11 +409,11 @@ class WeightLoader:
         bias = self._numbers(name, self._config.experts.num_scores - num_always_chosen)
         return torch.cat((bias, _ALWAYS * torch.arange(num_always_chosen, 0, -1, device=bias.device)))
 
-    def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
+    def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None, is_expert: bool = False) -> GatedMlpWeights:
         """Returns this rank's share of an MLP, with the adapters of `bank`. Its results are still to be summed, unless
         ranks split its outputs and gather them.
         """
-        gated, down = self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank)
+        gated, down = (self._own(each, bank=bank, is_expert=is_expert) for each in (spec.gated, spec.down))
         return GatedMlpWeights(gated, self._joined(down, spec.down) if spec.down.gathers else down)
 
     def _plain_linear(self, spec: LinearSpec) -> Linear:
@@ -547,12 +550,18 @@ class WeightLoader:
         """Returns a linear of a layer, which takes adapters if there is a bank of them."""
         return self._joined(self._own(spec, bank=self._bank), spec)
 
-    def _own(self, spec: LinearSpec, is_head: bool = False, bank: AdapterBank | None = None) -> Linear:
+    def _own(
+        self, spec: LinearSpec, is_head: bool = False, bank: AdapterBank | None = None, is_expert: bool = False
+    ) -> Linear:
         """Returns this rank's linear, which takes the adapters of `bank`."""
         weight = self._as_kept(self.linears.read(spec), is_head)
         linear = self._make_linear(
             dataclasses.replace(
-                weight, activation=self._config.activation, gate_limit=spec.gate_limit, gate_caps=spec.gate_caps
+                weight,
+                activation=self._config.activation,
+                gate_limit=spec.gate_limit,
+                gate_caps=spec.gate_caps,
+                is_expert=is_expert,
             )
         )
         if bank is not None:
@@ -582,21 +591,7 @@ class WeightLoader:
 
     def _embedding(self) -> tuple[Embedding, Linear | None]:
         """Returns the lookup table, and the head that the platform makes of it if the two are tied."""
-        read = self.linears.read_table(self.spec.embedding, self._config.hidden_size)
-        if isinstance(read, QuantizedWeight):
-            return self._quantized_embedding(read), None
-        table = self._platform.place_embedding(read, self._dtype)
+        width = self._config.hidden_size
+        lookup, table = load_lookup(self.linears, self._platform, self.spec.embedding, width, self._dtype)
         is_rounded = KEPT_BITS[self._weights].head is not None
-        return functools.partial(look_up, table, self._dtype), None if is_rounded else self._platform.tied_head(table)
-
-    def _quantized_embedding(self, weight: QuantizedWeight) -> Embedding:
-        """Keeps the integers, of which a lookup dequantises its rows."""
-        place = self._platform.place_weight
-        kept = dataclasses.replace(
-            weight,
-            values=place(weight.values, torch.int8),
-            scales=place(weight.scales, torch.float32),
-            offsets=None if weight.offsets is None else place(weight.offsets, torch.float32),
-        )
-        self._checkpoint.release()
-        return functools.partial(look_up_quantized, kept, self._dtype)
+        return lookup, None if table is None or is_rounded else self._platform.tied_head(table)

@@ -15,6 +15,7 @@ class WeightPlatform(Protocol):
     """The members of a `Platform` that concern weights."""
 
     keeps_float8: bool
+    reads_tables_in_files: bool
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 

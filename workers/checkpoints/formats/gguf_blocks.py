@@ -7,6 +7,7 @@ Layouts: https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gg
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class _Integers(NamedTuple):
     offsets: torch.Tensor | None = None
 
 
-class _BlockType(NamedTuple):
+class BlockType(NamedTuple):
     name: str
     inputs: int
     num_bytes: int
@@ -51,18 +52,32 @@ def read_gguf(part: StoredPart) -> QuantizedWeight | torch.Tensor:
     num_inputs = part.out_features // form.transposed_heads if form.transposed_heads else part.in_features
     if stored.shape[1] * kind.inputs != num_inputs * kind.num_bytes:
         raise ModelError(f"{name} has {stored.shape[1]} bytes a row, which are not {num_inputs} inputs in {kind.name}")
-    values, scales, offsets = kind.unpack(stored.view(len(stored), -1, kind.num_bytes))
-    weight = QuantizedWeight(
+    weight = unpacked(kind, stored)
+    if part.has("scale"):
+        weight = _scaled(weight, part.stored("scale", part.tensors.shape_of(f"{part.name}.scale"), torch.float32))
+    part.skip("input_scale")  # of activations in NVFP4, which are not rounded to it here
+    if form.transposed_heads:
+        shape = part.out_features, part.in_features
+        return rows_of_transposed(weight.dequantized(part.dtype), form.transposed_heads, shape)
+    return _with_input_heads(weight, form.head_order) if form.orders_inputs else weight
+
+
+def _scaled(weight: QuantizedWeight, factor: torch.Tensor) -> QuantizedWeight:
+    """Returns the weight times a tensor of one number."""
+    offsets = None if weight.offsets is None else weight.offsets * factor
+    return dataclasses.replace(weight, scales=weight.scales * factor, offsets=offsets)
+
+
+def unpacked(kind: BlockType, rows: torch.Tensor) -> QuantizedWeight:
+    """Returns the weight of rows of blocks, uint8 [out_features, bytes of a row]."""
+    values, scales, offsets = kind.unpack(rows.view(len(rows), -1, kind.num_bytes))
+    return QuantizedWeight(
         values.flatten(1),
         scales.flatten(1),
         kind.bits,
         None if offsets is None else offsets.flatten(1),
         codebook=kind.codebook,
     )
-    if form.transposed_heads:
-        shape = part.out_features, part.in_features
-        return rows_of_transposed(weight.dequantized(part.dtype), form.transposed_heads, shape)
-    return _with_input_heads(weight, form.head_order) if form.orders_inputs else weight
 
 
 def _with_input_heads(weight: QuantizedWeight, head_order: tuple[int, ...]) -> QuantizedWeight:
@@ -185,6 +200,21 @@ def _mxfp4(blocks: torch.Tensor) -> _Integers:
     return _Integers(_codes(blocks[..., 1:], FP4_CODEBOOK), torch.exp2(blocks[..., :1].float() - 128))
 
 
+def _nvfp4(blocks: torch.Tensor) -> _Integers:
+    """Unpacks a block of four groups of 16 numbers, whose scales are the first four bytes."""
+    scales = _unsigned_e4m3().to(blocks.device)[blocks[..., :4].int()]
+    return _Integers(_codes(blocks[..., 4:].unflatten(-1, (4, 8)), FP4_CODEBOOK).flatten(-2), scales)
+
+
+@functools.cache
+def _unsigned_e4m3() -> torch.Tensor:
+    """Returns half of each E4M3 number without its sign, float32 [256]: codes are twice their numbers. What would be no
+    number is 0, as in llama.cpp.
+    """
+    numbers = torch.arange(256, dtype=torch.uint8).bitwise_and(127).view(torch.float8_e4m3fn)
+    return numbers.float().nan_to_num(0.0) / 2
+
+
 def _of_grid(unpack: Callable[[torch.Tensor], gguf_grids.Unpacked]) -> Callable[[torch.Tensor], _Integers]:
     return lambda blocks: _Integers(*unpack(blocks))
 
@@ -192,28 +222,29 @@ def _of_grid(unpack: Callable[[torch.Tensor], gguf_grids.Unpacked]) -> Callable[
 IQ4_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers of IQ4_NL and IQ4_XS (`kvalues_iq4nl`)."""
 _SERVED = (
-    _BlockType("Q8_0", 32, 34, 8, _q8_0),
-    _BlockType("Q4_0", 32, 18, 4, _q4_0),
-    _BlockType("Q4_1", 32, 20, 4, _q4_1),
-    _BlockType("Q5_0", 32, 22, 8, _q5_0),
-    _BlockType("Q5_1", 32, 24, 8, _q5_1),
-    _BlockType("Q2_K", 256, 84, 4, _q2_k),
-    _BlockType("Q3_K", 256, 110, 4, _q3_k),
-    _BlockType("Q4_K", 256, 144, 4, _q4_k),
-    _BlockType("Q5_K", 256, 176, 8, _q5_k),
-    _BlockType("Q6_K", 256, 210, 8, _q6_k),
-    _BlockType("IQ4_NL", 32, 18, 8, _iq4_nl, IQ4_CODEBOOK),
-    _BlockType("IQ4_XS", 256, 136, 8, _iq4_xs, IQ4_CODEBOOK),
-    _BlockType("MXFP4", 32, 17, 8, _mxfp4, FP4_CODEBOOK),
-    _BlockType("IQ1_S", 256, 50, 8, _of_grid(gguf_grids.iq1_s), gguf_grids.IQ1_CODEBOOK),
-    _BlockType("IQ1_M", 256, 56, 8, _of_grid(gguf_grids.iq1_m), gguf_grids.IQ1_CODEBOOK),
-    _BlockType("IQ2_XXS", 256, 66, 8, _of_grid(gguf_grids.iq2_xxs), gguf_grids.IQ2_CODEBOOK),
-    _BlockType("IQ2_XS", 256, 74, 8, _of_grid(gguf_grids.iq2_xs), gguf_grids.IQ2_CODEBOOK),
-    _BlockType("IQ2_S", 256, 82, 8, _of_grid(gguf_grids.iq2_s), gguf_grids.IQ2_CODEBOOK),
-    _BlockType("IQ3_XXS", 256, 98, 8, _of_grid(gguf_grids.iq3_xxs), gguf_grids.IQ3_XXS_CODEBOOK),
-    _BlockType("IQ3_S", 256, 110, 8, _of_grid(gguf_grids.iq3_s), gguf_grids.IQ3_S_CODEBOOK),
-    _BlockType("TQ1_0", 256, 54, 4, _of_grid(gguf_grids.tq1_0)),
-    _BlockType("TQ2_0", 256, 66, 4, _of_grid(gguf_grids.tq2_0)),
+    BlockType("Q8_0", 32, 34, 8, _q8_0),
+    BlockType("Q4_0", 32, 18, 4, _q4_0),
+    BlockType("Q4_1", 32, 20, 4, _q4_1),
+    BlockType("Q5_0", 32, 22, 8, _q5_0),
+    BlockType("Q5_1", 32, 24, 8, _q5_1),
+    BlockType("Q2_K", 256, 84, 4, _q2_k),
+    BlockType("Q3_K", 256, 110, 4, _q3_k),
+    BlockType("Q4_K", 256, 144, 4, _q4_k),
+    BlockType("Q5_K", 256, 176, 8, _q5_k),
+    BlockType("Q6_K", 256, 210, 8, _q6_k),
+    BlockType("IQ4_NL", 32, 18, 8, _iq4_nl, IQ4_CODEBOOK),
+    BlockType("IQ4_XS", 256, 136, 8, _iq4_xs, IQ4_CODEBOOK),
+    BlockType("MXFP4", 32, 17, 8, _mxfp4, FP4_CODEBOOK),
+    BlockType("NVFP4", 64, 36, 8, _nvfp4, FP4_CODEBOOK),
+    BlockType("IQ1_S", 256, 50, 8, _of_grid(gguf_grids.iq1_s), gguf_grids.IQ1_CODEBOOK),
+    BlockType("IQ1_M", 256, 56, 8, _of_grid(gguf_grids.iq1_m), gguf_grids.IQ1_CODEBOOK),
+    BlockType("IQ2_XXS", 256, 66, 8, _of_grid(gguf_grids.iq2_xxs), gguf_grids.IQ2_CODEBOOK),
+    BlockType("IQ2_XS", 256, 74, 8, _of_grid(gguf_grids.iq2_xs), gguf_grids.IQ2_CODEBOOK),
+    BlockType("IQ2_S", 256, 82, 8, _of_grid(gguf_grids.iq2_s), gguf_grids.IQ2_CODEBOOK),
+    BlockType("IQ3_XXS", 256, 98, 8, _of_grid(gguf_grids.iq3_xxs), gguf_grids.IQ3_XXS_CODEBOOK),
+    BlockType("IQ3_S", 256, 110, 8, _of_grid(gguf_grids.iq3_s), gguf_grids.IQ3_S_CODEBOOK),
+    BlockType("TQ1_0", 256, 54, 4, _of_grid(gguf_grids.tq1_0)),
+    BlockType("TQ2_0", 256, 66, 4, _of_grid(gguf_grids.tq2_0)),
 )
 BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
 """The supported types, by ggml's names."""

@@ -68,11 +68,11 @@ def in_groups(
     num_groups]. `index` has the group of each input if they are not in order.
     """
     scales = scales.float()
-    offsets = None if zero_points is None else -scales * zero_points.float()
+    offsets = None if zero_points is None else -scales * zero_points.to(scales.device).float()
     order = None
     if index is not None:
         order = index.argsort(stable=True)
-        values = values[:, order]
+        values = values[:, order.to(values.device)]
     size = part.format.group_size or part.in_features
     common = math.gcd(size, part.in_features)  # a smaller last group cuts all groups into parts of one size
     if common != size:
