@@ -79,6 +79,7 @@ def test_the_configuration_is_that_of_the_checkpoint(family: str, tmp_path: path
         if getattr(found, name) != getattr(expected, name)
     }
     assert differing.pop("quantization")[1] is None
+    assert differing.pop("eos_token_ids") == ((2, 0), (2,)), "<|endoftext|> ends an answer in every GGUF file"
     assert differing.pop("rms_norm_eps", (1.0, 1.0)) == (pytest.approx(expected.rms_norm_eps), expected.rms_norm_eps)
     assert not differing
 
