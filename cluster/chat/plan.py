@@ -19,7 +19,7 @@ from manta.cluster.chat.reasoning import (
     section_is_closed,
     section_is_open,
 )
-from manta.cluster.chat.tool_formats import ToolFormat, detect_format
+from manta.cluster.chat.tool_formats import ToolFormat, detect_format, shown_format
 from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import json_text
@@ -38,6 +38,10 @@ _END = "END_OF_FINAL_MESSAGE "
 """Text that marks the end of the last message in a rendered conversation. A template that strips contents removes the
 space at its end, which reveals such a template.
 """
+
+
+_UNKNOWN_FORMAT = "the format of calls of this model's chat template, which is none of those known here"
+"""What is said to be not enforced if calls are read in another format than the model was trained on."""
 
 
 class Conversation(Protocol):
@@ -121,6 +125,8 @@ def plan_chat(
     left_out: list[str] = []
     if tool_format is not None:
         constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out, objects)
+        if shown_format(template) is None:
+            left_out.append(_UNKNOWN_FORMAT)
     if constraint is not None and request.continue_final_message:
         constraint = msgspec.structs.replace(constraint, begun=_begun(request, template, prompt))
     reasoning = detect_reasoning(template) if request.add_generation_prompt else None
@@ -132,6 +138,9 @@ def plan_chat(
             reasoning = None
         elif section_is_open(reasoning, prompt):
             is_thinking = True
+        elif constraint is not None and reasoning.enabler not in prompt:
+            prompt += reasoning.opening + reasoning.end
+            reasoning = None
         elif constraint is not None:
             # Left to itself the model might think or not; a constraint has to know where the answer begins.
             prompt += reasoning.opening
