@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -18,6 +20,12 @@ from manta.cluster.chat.reasoning import (
     detect_reasoning,
     section_is_closed,
     section_is_open,
+)
+from manta.cluster.chat.template_messages import (
+    late_system_texts,
+    with_one_system_message,
+    with_reasoning,
+    with_tool_responses,
 )
 from manta.cluster.chat.tool_formats import ToolFormat, detect_format, shown_format
 from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
@@ -89,15 +97,38 @@ def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[st
     """Returns the conversation as the model reads it. Raises `RequestRefused` if the chat template refuses the
     conversation.
     """
-    messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
-    adds_prompt = bool(conversation.add_generation_prompt)
+    template = tokenizer.chat_template_source(bool(tools))
+    messages = with_tool_responses(with_reasoning(conversation.template_messages(), template), template)
     if conversation.continue_final_message:
         messages[-1]["content"] += _END
+
+    def rendered(given: list[dict[str, Any]]) -> str:
+        adds_prompt = bool(conversation.add_generation_prompt)
+        return tokenizer.render_chat_template(given, adds_prompt, tools or None, **conversation.template_kwargs())
+
     try:
-        text = tokenizer.render_chat_template(messages, adds_prompt, tools or None, **kwargs)
+        text = _with_all_messages(rendered, messages)
     except TemplateError as error:
         raise RequestRefused(Refusal("unfit", "messages", cause=str(error))) from error
     return _until_final_message(text) if conversation.continue_final_message else text
+
+
+def _with_all_messages(rendered: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """Returns the rendered messages. If the template refuses system messages behind the first message, or leaves them
+    out, it gets them in places that it knows. Raises `TemplateError`.
+    """
+    late = late_system_texts(messages)
+    try:
+        text = rendered(messages)
+    except TemplateError:
+        if late:
+            with contextlib.suppress(TemplateError):
+                return rendered(with_one_system_message(messages))
+        raise
+    if not all(each in text for each in late):
+        with contextlib.suppress(TemplateError):
+            return rendered(with_one_system_message(messages))
+    return text
 
 
 def _until_final_message(text: str) -> str:
