@@ -6,6 +6,7 @@ Expected is what all tokens of each choice together say: their text, searched as
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import msgspec
@@ -67,6 +68,7 @@ def recorded(chooser: random.Random, begun: Opening, ended: set[tuple[int, int]]
 @async_test
 async def test_a_run_goes_on_with_what_is_open(has_stop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "REPLAYED_AT_ONCE", 7)
+    monkeypatch.setattr(recorder, "SEARCHED_AT_ONCE", 7)
     world, meter = World(1, 0), Counting()
     (ingress,) = world.ingresses
     sent: list[EngineRequest] = []
@@ -100,6 +102,25 @@ async def test_a_run_goes_on_with_what_is_open(has_stop: bool, monkeypatch: pyte
         ]
         assert request.params.seed == 1 + prompt
     assert meter.num_tokens == 0, "whoever ran the request has counted its tokens"
+    world.close()
+
+
+@async_test
+async def test_a_long_adopted_output_is_searched_in_several_turns() -> None:
+    """One output of a choice that was merged, as that of a request read whole, has as many turns as many small ones."""
+    world, searched, length = World(1, 0), [0], 20 * REPLAYED_A_TURN
+    (ingress,) = world.ingresses
+    ingress.call = lambda *_: asyncio.ensure_future(asyncio.sleep(0))  # type: ignore[method-assign]
+    recording = Recording(asked(("no such text",)))
+    recording.append(encode_entry(0, SequenceOutput("", 0, [token_at(3, position) for position in range(length)])))
+    run = Recorder(ingress, recording, 1, Counting(), lambda: None, TurnBudget(REPLAYED_A_TURN))
+    running = asyncio.ensure_future(run.run())
+    while searched[-1] < length:
+        await asyncio.sleep(0)
+        searched.append(run.choices[0].num_tokens)
+    running.cancel()
+    await asyncio.wait([running])
+    assert max(later - earlier for earlier, later in itertools.pairwise(searched)) <= REPLAYED_A_TURN
     world.close()
 
 

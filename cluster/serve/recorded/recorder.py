@@ -17,6 +17,7 @@ from manta.cluster.http.exchange.engines import UNMETERED, Meter
 from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.http.exchange.recordings import Entry, Recording, decode_entry, encode_entry
 from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.gathering import parts
 from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.requests.submission import Answers, Choice, Prompt, failure_of
 from manta.cluster.serve.requests.turn_budget import TurnBudget
@@ -26,6 +27,10 @@ ENTRIES_AT_ONCE = 64
 """Recorded entries that a reader turns into events before other tasks get a turn of the event loop."""
 REPLAYED_AT_ONCE = 512
 """Recorded entries that a run which goes on takes before other tasks get a turn of the event loop."""
+SEARCHED_AT_ONCE = 256
+"""Tokens that a run which goes on searches for stop strings before other tasks get a turn of the event loop. A token
+takes about as long as a recorded entry.
+"""
 
 
 class _NoRun:
@@ -84,7 +89,7 @@ class Reader(Recorded):
 
     async def _next(self) -> tuple[Prompt, Choice | RequestResult | Exception]:
         if self.num_read % ENTRIES_AT_ONCE == 0 and self.recording.num_safe >= self.num_read + ENTRIES_AT_ONCE:
-            await self._catching_up.take(ENTRIES_AT_ONCE)
+            await self._catching_up.take(self.recording.opening.client, ENTRIES_AT_ONCE)
         return await super()._next()
 
     def close(self) -> None:
@@ -148,11 +153,11 @@ class Recorder(Recorded):
 
     async def _replay(self, num_entries: int) -> None:
         """Reads the first entries, which came before this run. The outputs of each choice are merged before its text is
-        searched for stop strings: one by one they would take many times as long.
+        searched for stop strings, a part at a time: one by one they would take many times as long.
         """
         while self.num_read < num_entries:
             end = min(num_entries, self.num_read + REPLAYED_AT_ONCE)
-            await self._replaying.take(end - self.num_read)
+            await self._replaying.take(self.recording.opening.client, end - self.num_read)
             for data in self.recording.entries[self.num_read : end]:
                 entry = decode_entry(data)
                 prompt = self._prompts[entry.prompt]
@@ -160,10 +165,25 @@ class Recorder(Recorded):
                     self._runs[prompt].recall(entry.output)
                 self._tell(prompt, _item(entry))
             self.num_read = end
-        meter, self._meter = self._meter, UNMETERED  # whoever ran the request has counted these tokens
+        while not self._news.empty():
+            await self._note_all_again(*self._news.get_nowait())
+
+    async def _note_all_again(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> None:
+        """Notes what another process has noted too; the text of a choice in parts if it is searched."""
+        unread = item.unread if isinstance(item, Choice) and self._params.stop else None
+        if not isinstance(item, Choice) or unread is None:
+            self._note_again(prompt, item)
+            return
+        for part in parts(unread, SEARCHED_AT_ONCE):
+            await self._replaying.take(self.recording.opening.client, max(1, len(part.token_ids)))
+            item.unread = part
+            self._note_again(prompt, item)
+
+    def _note_again(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> None:
+        """Notes an item without counting its tokens, because whoever ran the request has."""
+        meter, self._meter = self._meter, UNMETERED
         try:
-            while not self._news.empty():
-                self._note(*self._news.get_nowait())
+            self._note(prompt, item)
         finally:
             self._meter = meter
 

@@ -421,7 +421,7 @@ class EngineClient(EngineQuestions):
             async with self._call_locks.setdefault(request.client, asyncio.Lock()):
                 await asyncio.sleep(0)
         else:
-            await self._moving.take()
+            await self._moving.take(request.client)
         result = await self.over_channel.generate(request, self.serving_name)
         return await answer_of(self.serving.generate.remote(request, address)) if result is None else result
 

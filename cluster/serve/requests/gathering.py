@@ -7,6 +7,7 @@ the first output and the merged rest (`Gathering`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
@@ -42,6 +43,22 @@ def failure_apart(output: SequenceOutput) -> list[SequenceOutput]:
         return [output]
     gained = msgspec.structs.replace(output, finish=None, error=None)
     return [gained, msgspec.structs.replace(output, token_ids=[], logprobs=None, prompt_logprobs=None)]
+
+
+def parts(output: SequenceOutput, num_tokens: int) -> Iterator[SequenceOutput]:
+    """Splits an output into parts of at most `num_tokens` tokens. The last part has its end, and each has its usage."""
+    last = max(0, len(output.token_ids) - 1) // num_tokens
+    for number in range(last + 1):
+        place = slice(number * num_tokens, (number + 1) * num_tokens)
+        part = msgspec.structs.replace(
+            output,
+            token_ids=output.token_ids[place],
+            logprobs=output.logprobs and output.logprobs[place],
+            prompt_logprobs=None if number else output.prompt_logprobs,
+        )
+        if number < last:
+            part.finish = part.stop_token_id = part.error = None
+        yield part
 
 
 class Gathering:
