@@ -272,7 +272,7 @@ def test_a_file_may_have_a_chat_template_for_tools(byte_level: Vocabulary, tmp_p
 
 # ---- the ends of answers -------------------------------------------------------------------------------------------
 
-ENDS = {
+ENDS: dict[str, tuple[list[str], int | str, list[str]]] = {
     "none by name": ([], 5, []),
     "Qwen 2.5": (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", ["<|endoftext|>"]),
     "Phi 3": (["<|endoftext|>", "<|end|>", "<|user|>"], "<|endoftext|>", ["<|end|>"]),

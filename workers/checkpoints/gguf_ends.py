@@ -7,6 +7,7 @@ every token with one of a few names (`src/llama-vocab.cpp`).
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from manta.workers.checkpoints.gguf_header import GgufArray, read_gguf_array
 from manta.workers.checkpoints.gguf_metadata import GgufFile
@@ -76,10 +77,10 @@ def end_token_ids(file: GgufFile, num_rows: int) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def _array(file: GgufFile, name: str) -> list[object]:
+def _array(file: GgufFile, name: str) -> list[Any]:
     """Returns the items of an array; none if it is damaged, which those say who need it."""
     value = file.values[_KEY + name].value
     try:
-        return list(read_gguf_array(file.path, value)) if isinstance(value, GgufArray) else []
+        return read_gguf_array(file.path, value) if isinstance(value, GgufArray) else []
     except ModelError:
         return []
