@@ -27,7 +27,7 @@ def with_reasoning(messages: list[Message], template: str) -> list[Message]:
     `reasoning_content`, others `thinking` or `reasoning`.
     """
     name = _name_in(template)
-    if name == _USUAL or not any(_USUAL in message for message in messages):
+    if name == _USUAL or all(message.get(_USUAL) is None for message in messages):
         return messages
     form = detect_reasoning(template)
     return [_renamed(message, name, form is not None and form.is_channel) for message in messages]
@@ -44,11 +44,12 @@ def _renamed(message: Message, name: str, is_channel: bool) -> Message:
     """Returns a message whose reasoning has another name. The template of gpt-oss takes one text beside calls, and
     shows it as reasoning. So what the answer said beside its calls follows its reasoning there.
     """
-    if _USUAL not in message:
+    reasoning = message.get(_USUAL)
+    if reasoning is None:
         return message
-    renamed = {key: value for key, value in message.items() if key != _USUAL} | {name: message[_USUAL]}
-    if is_channel and message.get("tool_calls") and message[_USUAL] and message["content"]:
-        renamed |= {name: f"{message[_USUAL]}{_BETWEEN}{message['content']}", "content": ""}
+    renamed = {key: value for key, value in message.items() if key != _USUAL} | {name: reasoning}
+    if is_channel and message.get("tool_calls") and reasoning and message["content"]:
+        renamed |= {name: f"{reasoning}{_BETWEEN}{message['content']}", "content": ""}
     return renamed
 
 

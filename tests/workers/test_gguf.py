@@ -84,6 +84,13 @@ def test_the_configuration_is_that_of_the_checkpoint(family: str, tmp_path: path
     assert not differing
 
 
+def test_a_file_without_a_number_of_key_heads_has_one_for_each_head(tmp_path: pathlib.Path) -> None:
+    """As files of old converters, which llama.cpp reads so."""
+    path = write_gguf(original("llama"), tmp_path / "a.gguf", lambda name: "F32", llama__attention__head_count_kv=None)
+    config = json.loads((resolve_model_folder(str(path)) / "config.json").read_text())
+    assert config["num_key_value_heads"] == config["num_attention_heads"] > 1
+
+
 def test_llama3s_frequencies_are_those_of_the_file(tmp_path: pathlib.Path) -> None:
     """The file has divisors instead of the configuration's parameters: as llama.cpp's converter computes them."""
     folder = checkpoint("llama3", **SIZES)

@@ -145,7 +145,11 @@ def _heads(file: GgufFile) -> dict[str, Any]:
 
 
 def _key_heads(file: GgufFile) -> int:
-    """Returns the number of key heads of all layers that have attention."""
+    """Returns the number of key heads of all layers that have attention. As in llama.cpp, it is that of the heads if
+    the file does not say it.
+    """
+    if file.of_model("attention.head_count_kv").value is None and file.architecture not in _MIXING:
+        return _only(file, "attention.head_count")
     counts = file.of_layers("attention.head_count_kv")
     if 0 in counts and file.architecture not in _MIXING:
         raise file.of_model("attention.head_count_kv").refused("a number above 0 for each layer")
