@@ -116,9 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--parts", default="speed,turns", help="of speed, turns (default: both)")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument(
-        "--weights", choices=("auto", "lossless"), default="auto", help="default: auto"
-    )
+    parser.add_argument("--weights", choices=("auto", "lossless"), default="auto", help="default: auto")
     add_python_options(parser, "llamacpp")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")

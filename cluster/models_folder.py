@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import msgspec
 
 from manta.cluster.config import ServeConfig, ServedModel
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.gguf_parts import models_in
+
+logger = logger_of(__name__)
 
 
 def with_models_dir(config: ServeConfig) -> ServeConfig:
@@ -31,8 +35,31 @@ def with_models_dir(config: ServeConfig) -> ServeConfig:
 
 
 def _models_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders of checkpoints in a folder, and the first file of each GGUF model. Hidden ones are left
-    out.
+    """Returns what is a model in a folder: folders of checkpoints, folders of GGUF files as `_of_subfolder` has them,
+    and GGUF files. Hidden ones are left out, and so is what cannot be read or named, with a warning.
     """
-    folders = [path for path in sorted(folder.iterdir()) if (path / "config.json").is_file()]
-    return [path for path in (*folders, *models_in(folder)) if not path.name.startswith(".")]
+    found: list[pathlib.Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if not _has_text(path):
+            logger.warning("models_dir: %r is left out, because its name is not UTF-8", os.fsencode(path))
+            continue
+        try:
+            found += _of_subfolder(path) if path.is_dir() else []
+        except OSError as error:
+            logger.warning("models_dir: %s is left out, because it cannot be read: %s", path, error.strerror)
+    return [*found, *filter(_has_text, models_in(folder))]
+
+
+def _of_subfolder(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folder if it holds a checkpoint or nothing but one GGUF model, else the GGUF models in it."""
+    if (folder / "config.json").is_file():
+        return [folder]
+    models = [path for path in models_in(folder) if _has_text(path)]
+    return [folder] if len(models) == 1 else models
+
+
+def _has_text(path: pathlib.Path) -> bool:
+    """Returns whether a path is UTF-8, so that it can stand in a configuration."""
+    return os.fsencode(path).decode(errors="ignore") == str(path)

@@ -164,8 +164,9 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_token_scores(vocabulary.scores)
         writer.add_unk_token_id(vocabulary.tokens.index("<unk>"))
-    writer.add_bos_token_id(vocabulary.tokens.index("<s>"))
-    writer.add_eos_token_id(vocabulary.tokens.index("</s>"))
+    for name, add in (("<s>", writer.add_bos_token_id), ("</s>", writer.add_eos_token_id)):
+        if name in vocabulary.tokens:
+            add(vocabulary.tokens.index(name))
 
 
 def _value_type(value: object) -> gguf.GGUFValueType:

@@ -64,6 +64,11 @@ class LlamaCppTokenizer:
         assert 0 <= count <= room
         return list(ids[:count])
 
+    def ends(self) -> set[int]:
+        """Returns the ids of the tokens that end an answer."""
+        count = self._library.llama_vocab_n_tokens(self._vocab)
+        return {token for token in range(count) if self._library.llama_vocab_is_eog(self._vocab, token)}
+
     def close(self) -> None:
         self._library.llama_model_free(self._model)
 
@@ -87,6 +92,9 @@ def _library() -> ctypes.CDLL:
         ctypes.c_bool,
         ctypes.c_bool,
     ]
+    library.llama_vocab_n_tokens.argtypes = [ctypes.c_void_p]
+    library.llama_vocab_is_eog.restype = ctypes.c_bool
+    library.llama_vocab_is_eog.argtypes = [ctypes.c_void_p, ctypes.c_int32]
     library.llama_log_set(_no_log, None)
     library.llama_backend_init()
     return library

@@ -32,6 +32,11 @@ MARKS = (
 """Special tokens of models that write the formats."""
 TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 """Tokens that GLM's tokenizer has, and which are not special."""
+LATER_MARKS = (
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<minimax:tool_call>", "</minimax:tool_call>"),
+)
+"""Further special tokens, behind the others so that these keep their ids."""
 
 
 def _function(name: str, properties: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def tokenizer_folder(folder: pathlib.Path, template: str, has_marks: bool = True
     if has_marks:
         known = max([*description["model"]["vocab"].values(), *(each["id"] for each in description["added_tokens"])])
         options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        for number, mark in enumerate([*MARKS, *TAGS], known + 1):
+        for number, mark in enumerate([*MARKS, *TAGS, *LATER_MARKS], known + 1):
             added = {"id": number, "content": mark, "special": mark not in TAGS, **options}
             description["added_tokens"].append(added)
     (folder / "tokenizer.json").write_text(json.dumps(description, ensure_ascii=False))
@@ -176,6 +181,36 @@ def _glm(calls: Sequence[Call]) -> str:
     return "\n".join(written)
 
 
+def _glm47(calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        arguments = "".join(
+            f"<arg_key>{key}</arg_key><arg_value>{_raw(value)}</arg_value>" for key, value in given.items()
+        )
+        written.append(f"<tool_call>{name}{arguments}</tool_call>")
+    return "".join(written)
+
+
+def _minimax(calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        arguments = "".join(f'<parameter name="{key}">{_raw(value)}</parameter>\n' for key, value in given.items())
+        written.append(f'<invoke name="{name}">\n{arguments}</invoke>\n')
+    return f"<minimax:tool_call>\n{''.join(written)}</minimax:tool_call>"
+
+
+def _delimited(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_delimited(item)}' for key, item in value.items())}}}"
+    return f"[{','.join(map(_delimited, value))}]" if isinstance(value, list) else _json(value)
+
+
+def _gemma4(calls: Sequence[Call]) -> str:
+    return "".join(f"<|tool_call>call:{name}{_delimited(given)}<tool_call|>" for name, given in calls)
+
+
 def _pythonic(calls: Sequence[Call]) -> str:
     words = {"true": "True", "false": "False", "null": "None"}
     written = []
@@ -210,5 +245,11 @@ WRITERS: dict[ToolFormat, Callable[[Sequence[Call]], str]] = {
     formats.DEEPSEEK_V31: _deepseek_v31,
     formats.KIMI_K2: _kimi,
     formats.GPT_OSS: _gpt_oss,
+    formats.NEMOTRON: _list("<TOOLCALL>", "</TOOLCALL>"),
+    formats.APRIEL: _list("<tool_calls>", "</tool_calls>"),
+    formats.LFM2: lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
+    formats.GEMMA4: _gemma4,
+    formats.GLM47: _glm47,
+    formats.MINIMAX: _minimax,
 }
 """A text for each format, as the model's chat template writes it."""

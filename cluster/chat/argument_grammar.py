@@ -41,8 +41,10 @@ from manta.structured.schemas.patterns import combined, matcher
 
 _SOME_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?"
 _SOME_INTEGER = r"-?(0|[1-9][0-9]{0,14})"
-_OF_OBJECT = frozenset(["type", "properties", "required", "additionalProperties", "patternProperties"])
-_FREE_KEY = r"[a-zA-Z0-9_]{1,64}"
+OF_OBJECT = frozenset(["type", "properties", "required", "additionalProperties", "patternProperties"])
+"""The keywords of an object that rules take into account."""
+FREE_KEY = r"[a-zA-Z0-9_]{1,64}"
+"""Pattern of a key that the schema does not name."""
 
 
 class NotCarried(ValueError):
@@ -79,7 +81,7 @@ class ArgumentRules:
         if not isinstance(root, dict):
             root = {}
             self._cannot("a schema of the arguments that is no object")
-        for name in sorted(assertions(root) - _OF_OBJECT):
+        for name in sorted(assertions(root) - OF_OBJECT):
             self._cannot(f"the keyword {name} of the whole object")
         named = dict(root.get("properties") or {})
         required = [name for name in root.get("required") or [] if isinstance(name, str)]
@@ -109,11 +111,12 @@ class ArgumentRules:
         if self._form.values != "python":
             found = [rule if is_required else f"({rule})?" for rule, is_required in parts]
             return " ".join([*found, *([f"({extra})*"] if extra else [])]) or '""'
-        return self._with_commas(parts, extra)
+        return self._with_commas(self._prefix, parts, extra, '", "')
 
-    def _with_commas(self, parts: list[tuple[str, bool]], extra: str | None) -> str:
-        """Returns rules for what may follow after a written argument (`_after`) and without one (`_from`)."""
-        name, comma = self._prefix, '", "'
+    def _with_commas(self, name: str, parts: list[tuple[str, bool]], extra: str | None, comma: str) -> str:
+        """Writes rules for what may follow after a written argument (`name`_after) and without one (`name`_from), and
+        returns the first of them.
+        """
         last = len(parts)
         self._rules.append(f"{name}_after_{last}: {f'({comma} {extra})*' if extra else EMPTY}")
         self._rules.append(f"{name}_from_{last}: {f'({extra} {name}_after_{last})?' if extra else EMPTY}")
@@ -151,7 +154,7 @@ class ArgumentRules:
         else:
             first, last, head, tail = escaped(before), escaped(between), "", ""
         excluded = "".join(f" & ~/{first}{escaped(each)}{last}/" for each in writable)
-        self._rules.append(f"{key}: /{first}{_FREE_KEY}{last}/{excluded}")
+        self._rules.append(f"{key}: /{first}{FREE_KEY}{last}/{excluded}")
         self._value(name, "additionalProperties", schema)
         self._rules.append(f"{name}: {head} {key} {tail} {name}_value")
         return name
@@ -243,7 +246,7 @@ class ArgumentRules:
             values = [value for value in values if value == leaf["const"]]
         texts = []
         for value in values:
-            if not _has_type(value, leaf.get("type")):
+            if not has_type(value, leaf.get("type")):
                 continue
             text = value if isinstance(value, str) else json.dumps(value)
             misread = isinstance(value, str) and not form.is_raw and re.fullmatch(rf"null|true|false|{NUMBER}", value)
@@ -306,7 +309,7 @@ class ArgumentRules:
         return f"({body})", matcher(found).finds("")
 
 
-def _has_type(value: Any, names: Any) -> bool:
+def has_type(value: Any, names: Any) -> bool:
     if names is None:
         return True
     found = names if isinstance(names, list) else [names]

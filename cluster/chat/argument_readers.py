@@ -15,8 +15,8 @@ from manta.cluster.chat.argument_forms import NUMBER, ArgumentForm, ArgumentForm
 from manta.cluster.chat.reasoning import certain_length
 from manta.cluster.chat.tool_formats import ToolFormat
 
-_LITERAL = re.compile(rf"null|true|false|{NUMBER}")
-_LITERAL_PREFIX = re.compile(r"-?[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]*)?|n(u(ll?)?)?|t(r(ue?)?)?|f(a(l(se?)?)?)?")
+LITERAL = re.compile(rf"null|true|false|{NUMBER}")
+LITERAL_PREFIX = re.compile(r"-?[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]*)?|n(u(ll?)?)?|t(r(ue?)?)?|f(a(l(se?)?)?)?")
 
 
 class NotACall(ValueError):
@@ -228,7 +228,7 @@ class _Value:
         held = self._held if self._form.is_mixed else self._held.lstrip()
         if not self._form.is_mixed and held[:1] in ("{", "[", '"'):
             self._kind = "json"
-        elif not _LITERAL_PREFIX.fullmatch(held if self._form.is_mixed else held.rstrip()):
+        elif not LITERAL_PREFIX.fullmatch(held if self._form.is_mixed else held.rstrip()):
             self._kind = "string"
         else:
             return ""
@@ -236,7 +236,7 @@ class _Value:
         return held
 
     def _is_literal(self, text: str) -> bool:
-        if not _LITERAL.fullmatch(text):
+        if not LITERAL.fullmatch(text):
             return False
         name = {"n": "null", "t": "boolean", "f": "boolean"}.get(text[0], "number")
         return name in self._form.types or "string" not in self._form.types

@@ -18,6 +18,7 @@ from manta.cluster.chat.argument_readers import (
     PythonArguments,
     TaggedArguments,
 )
+from manta.cluster.chat.delimited_arguments import DelimitedArguments
 from manta.cluster.chat.tool_formats import ToolFormat
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
@@ -229,6 +230,8 @@ class FrameReader(CallReader):
     def _reader(self, forms: ArgumentForms) -> ArgumentsReader:
         if self._form.values == "python":
             return PythonArguments()
+        if self._form.values == "delimited":
+            return DelimitedArguments(self._form.quote)
         return TaggedArguments(self._form, forms, self._follows) if self._form.argument else JsonArguments()
 
     def _step(self, character: str) -> None:

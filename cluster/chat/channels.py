@@ -16,6 +16,7 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _, _ = CHANNEL_MARKS
 _TO_TOOL = f"{_CHANNEL}commentary to=functions."
 _RECIPIENT = re.compile(r"\bto=functions\.([\w-]+)")
 """Recipient of a message, which stands in the role or in the channel of its header."""
+_ANALYSIS = re.compile(r"\s*analysis\b")
 
 
 class ChannelSplitter:
@@ -60,10 +61,11 @@ class ChannelSplitter:
         if not found:
             return ""
         self._held = rest
+        header = header.rpartition(_START)[2]  # a model may end a broken header and begin another one
         if (recipient := _RECIPIENT.search(header)) is not None:
             self._state = "call"
             return f"{_TO_TOOL}{recipient[1]} {_CONSTRAIN}json{_MESSAGE}"
-        is_analysis = header.partition(_CHANNEL)[2].split()[:1] == ["analysis"]
+        is_analysis = _ANALYSIS.match(header.rpartition(_CHANNEL)[2]) is not None
         self._state = "reasoning" if is_analysis else "answer"
         begun = self._has_reasoning if is_analysis else self._has_answer
         if begun:

@@ -30,7 +30,7 @@ _WHOLE = re.compile(
 def input_rules(form: ToolFormat, grammar: LarkGrammar, token_id: TokenId, name: str) -> list[str]:
     """Returns the rule `name` of the arguments of a call, and the rules that it needs. Raises `ConstraintError`."""
     text = f"{name}_text"
-    if form.values == "raw":
+    if form.values in ("raw", "delimited"):
         return _raw_rules(form, grammar, token_id, name)
     if form.argument:
         before, between, after = form.argument_marks()
@@ -45,8 +45,9 @@ def input_rules(form: ToolFormat, grammar: LarkGrammar, token_id: TokenId, name:
 
 def _raw_rules(form: ToolFormat, grammar: LarkGrammar, token_id: TokenId, name: str) -> list[str]:
     text = f"{name}_text"
-    before, between, after = form.argument_marks()
-    head, end, mark = literal(before + INPUT + between, token_id), literal(after, token_id), after.strip()
+    before, between, after = form.text_marks()
+    head, end = literal(before + INPUT + between, token_id), literal(after, token_id)
+    mark = form.quote or after.strip()
     terminal = None if end.startswith("<[") else as_terminal(grammar, f"TEXT_{name.upper()}")
     if terminal is None:  # the mark begins with a token of its own, which no terminal takes
         return [f"{name}: {head} {text} {end}", _nested(text, without_text(grammar, escaped(mark)))]

@@ -10,7 +10,7 @@ from manta.cluster.protocol.constraint_fields import json_text
 TokenId = Callable[[str], int | None]
 """A function that returns the id of the token with a given name, or None."""
 
-_MARK = re.compile(r"(<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</?[\w:]+>|\[/?[A-Z_]+\])")
+_MARK = re.compile(r"(<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</?[\w:]+>|<\|\w+>|<\w+\|>|\[/?[A-Z_]+\])")
 """Texts that some tokenizers have as one special token."""
 ANY_TEXT = "(?s:.*)"
 

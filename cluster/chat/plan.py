@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -19,7 +21,13 @@ from manta.cluster.chat.reasoning import (
     section_is_closed,
     section_is_open,
 )
-from manta.cluster.chat.tool_formats import ToolFormat, detect_format
+from manta.cluster.chat.template_messages import (
+    late_system_texts,
+    with_one_system_message,
+    with_reasoning,
+    with_tool_responses,
+)
+from manta.cluster.chat.tool_formats import ToolFormat, detect_format, shown_format
 from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import json_text
@@ -38,6 +46,10 @@ _END = "END_OF_FINAL_MESSAGE "
 """Text that marks the end of the last message in a rendered conversation. A template that strips contents removes the
 space at its end, which reveals such a template.
 """
+
+
+_UNKNOWN_FORMAT = "the format of calls of this model's chat template, which is none of those known here"
+"""What is said to be not enforced if calls are read in another format than the model was trained on."""
 
 
 class Conversation(Protocol):
@@ -85,15 +97,38 @@ def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[st
     """Returns the conversation as the model reads it. Raises `RequestRefused` if the chat template refuses the
     conversation.
     """
-    messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
-    adds_prompt = bool(conversation.add_generation_prompt)
+    template = tokenizer.chat_template_source(bool(tools))
+    messages = with_tool_responses(with_reasoning(conversation.template_messages(), template), template)
     if conversation.continue_final_message:
         messages[-1]["content"] += _END
+
+    def rendered(given: list[dict[str, Any]]) -> str:
+        adds_prompt = bool(conversation.add_generation_prompt)
+        return tokenizer.render_chat_template(given, adds_prompt, tools or None, **conversation.template_kwargs())
+
     try:
-        text = tokenizer.render_chat_template(messages, adds_prompt, tools or None, **kwargs)
+        text = _with_all_messages(rendered, messages)
     except TemplateError as error:
         raise RequestRefused(Refusal("unfit", "messages", cause=str(error))) from error
     return _until_final_message(text) if conversation.continue_final_message else text
+
+
+def _with_all_messages(rendered: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """Returns the rendered messages. If the template refuses system messages behind the first message, or leaves them
+    out, it gets them in places that it knows. Raises `TemplateError`.
+    """
+    late = late_system_texts(messages)
+    try:
+        text = rendered(messages)
+    except TemplateError:
+        if late:
+            with contextlib.suppress(TemplateError):
+                return rendered(with_one_system_message(messages))
+        raise
+    if not all(each in text for each in late):
+        with contextlib.suppress(TemplateError):
+            return rendered(with_one_system_message(messages))
+    return text
 
 
 def _until_final_message(text: str) -> str:
@@ -121,6 +156,8 @@ def plan_chat(
     left_out: list[str] = []
     if tool_format is not None:
         constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out, objects)
+        if shown_format(template) is None:
+            left_out.append(_UNKNOWN_FORMAT)
     if constraint is not None and request.continue_final_message:
         constraint = msgspec.structs.replace(constraint, begun=_begun(request, template, prompt))
     reasoning = detect_reasoning(template) if request.add_generation_prompt else None
@@ -132,6 +169,9 @@ def plan_chat(
             reasoning = None
         elif section_is_open(reasoning, prompt):
             is_thinking = True
+        elif constraint is not None and reasoning.enabler not in prompt:
+            prompt += reasoning.opening + reasoning.end
+            reasoning = None
         elif constraint is not None:
             # Left to itself the model might think or not; a constraint has to know where the answer begins.
             prompt += reasoning.opening

@@ -25,6 +25,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """
     message_end: str = ""
     """The mark that ends a message of reasoning, if the reasoning consists of messages."""
+    enabler: str = ""
+    """Text of a prompt that asks the model to think; empty if a model thinks unless the prompt has a closed section."""
 
     def section(
         self, tokenizer: Tokenizer, budget: int | None, is_open: bool, is_within_grammar: bool = False
@@ -48,6 +50,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 FORMATS = (
     ReasoningFormat("<think>", "</think>", "<think>\n"),
     ReasoningFormat("[THINK]", "[/THINK]", "[THINK]"),
+    ReasoningFormat("<|channel>thought", "<channel|>", "<|channel>thought\n", enabler="<|think|>"),
     ReasoningFormat(
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",

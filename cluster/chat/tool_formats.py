@@ -36,8 +36,12 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Key of the number that the model gives each call; empty if calls have no number."""
     argument: str = ""
     """Form of one argument, with `{key}` and `{value}`; if empty, the arguments are one JSON object."""
-    values: Literal["json", "raw", "python"] = "json"
-    """Form of `{value}`: JSON; strings without quotes and everything else as JSON (`raw`); or literals of Python."""
+    values: Literal["json", "raw", "python", "delimited"] = "json"
+    """Form of `{value}`: JSON; strings without quotes and everything else as JSON (`raw`); literals of Python; or JSON
+    whose keys have no quotes and whose strings stand between two `quote` (`delimited`).
+    """
+    quote: str = ""
+    """Text at both ends of a string of `delimited` values."""
     call_id: str = ""
     """Id that a client gets for a call, made of the placeholders in `call`; if empty, a new id."""
     has_short_ids: bool = False
@@ -55,7 +59,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> tuple[str, ...]:
         """All texts of the format. Special tokens within them must stay in the answer's text."""
-        return (*self.begins, self.call, self.argument, self.end)
+        return (*self.begins, self.call, self.argument, self.quote, self.end)
 
     def bare_starts(self, names: Iterable[str]) -> tuple[str, ...]:
         """Returns the texts with which an answer begins that is nothing but calls of these functions, and that no other
@@ -74,6 +78,14 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         before, _, rest = self.argument.partition("{key}")
         between, _, after = rest.partition("{value}")
         return before, between, after
+
+    def text_marks(self) -> tuple[str, str, str]:
+        """The texts before the key, between key and value, and after the value of a single argument that is a text
+        without escapes. The last one begins with what no such text holds.
+        """
+        if self.values == "delimited":
+            return "{", f":{self.quote}", f"{self.quote}}}"
+        return self.argument_marks()
 
 
 _PLACEHOLDER = re.compile(r"(\{(?:name|index|id|arguments)\})")
@@ -96,6 +108,26 @@ PYTHONIC = ToolFormat(
     is_bare=True,
 )
 GRANITE = ToolFormat(name="granite", begin="<|tool_call|>", other_begin="<tool_call>", calls="list")
+NEMOTRON = ToolFormat(name="nemotron", begin="<TOOLCALL>", end="</TOOLCALL>", calls="list")
+APRIEL = ToolFormat(name="apriel", begin="<tool_calls>", end="</tool_calls>", calls="list")
+LFM2 = ToolFormat(
+    name="lfm2",
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    calls="list",
+    call="{name}({arguments})",
+    argument="{key}={value}",
+    values="python",
+)
+GEMMA4 = ToolFormat(
+    name="gemma4",
+    begin="<|tool_call>",
+    end="<tool_call|>",
+    call="call:{name}{arguments}",
+    argument="{key}:{value}",
+    values="delimited",
+    quote='<|"|>',
+)
 PHI4 = ToolFormat(name="phi4", begin="<|tool_call|>", end="<|/tool_call|>", calls="list")
 PHI4_FUNCTOOLS = ToolFormat(name="phi4_functools", begin="functools", calls="list")
 COHERE = ToolFormat(
@@ -129,6 +161,23 @@ GLM = ToolFormat(
     end="</tool_call>",
     call="{name}\n{arguments}",
     argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    values="raw",
+)
+GLM47 = ToolFormat(
+    name="glm47",
+    begin="<tool_call>",
+    end="</tool_call>",
+    call="{name}{arguments}",
+    argument="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+    values="raw",
+)
+MINIMAX = ToolFormat(
+    name="minimax",
+    begin="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+    calls="section",
+    call='\n<invoke name="{name}">\n{arguments}</invoke>',
+    argument='<parameter name="{key}">{value}</parameter>\n',
     values="raw",
 )
 DEEPSEEK_V3 = ToolFormat(
@@ -169,6 +218,13 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|im_system|>tool_declare",), KIMI_K2),
     (("<|START_ACTION|>",), COHERE),
     (("<|channel|>", "functions."), GPT_OSS),
+    (("<|tool_call>call:",), GEMMA4),
+    (("<|tool_call_start|>",), LFM2),
+    (("<|tool_list_start|>",), LFM2),
+    (("<minimax:tool_call>",), MINIMAX),
+    (("<TOOLCALL>[",), NEMOTRON),
+    (("<tool_calls>[",), APRIEL),
+    (("</arg_key><arg_value>",), GLM47),
     (("<arg_key>",), GLM),
     (("<seed:tool_call>",), SEED_OSS),
     (("<function=", "<parameter="), QWEN3_CODER),
@@ -190,7 +246,14 @@ counts.
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """Returns the format of a chat template; None if the template has no place for tools."""
+    """Returns the format of a chat template, Hermes if it shows no known one; None if the template has no place for
+    tools.
+    """
     if "tools" not in template:
         return None
-    return next((found for marks, found in FORMATS if all(mark in template for mark in marks)), HERMES)
+    return shown_format(template) or HERMES
+
+
+def shown_format(template: str) -> ToolFormat | None:
+    """Returns the format whose marks a chat template contains; None if it shows none that is known."""
+    return next((found for marks, found in FORMATS if all(mark in template for mark in marks)), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from manta.cluster.chat.argument_grammar import ArgumentRules, NotCarried
 from manta.cluster.chat.custom_input import input_rules
+from manta.cluster.chat.delimited_grammar import DelimitedRules
 from manta.cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, starts_with_token, without
 from manta.cluster.chat.tool_formats import ToolFormat
 from manta.cluster.protocol.constraint_fields import json_text
@@ -174,7 +175,8 @@ class _CallsGrammar:
 
     def _arguments(self, name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
         if self._form.argument:
-            writer = ArgumentRules(self._form, schema, options, self._token_id, name, self._closes)
+            kind = DelimitedRules if self._form.values == "delimited" else ArgumentRules
+            writer = kind(self._form, schema, options, self._token_id, name, self._closes)
             rules = writer.rules()
             self.left_out += writer.left_out
             return rules

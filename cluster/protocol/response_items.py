@@ -87,7 +87,8 @@ def _add_to_turn(turn: dict[str, Any], kind: str, item: Item, path: str) -> None
     if kind == "message":
         turn["content"] = content_text(item, "content", path)
     elif kind == "reasoning":
-        turn["reasoning_content"] = _reasoning_text(item, path)
+        before = turn.get("reasoning_content")
+        turn["reasoning_content"] = "\n\n".join(filter(None, (before, _reasoning_text(item, path))))
     else:
         called, text = ("function", "arguments") if kind == "function_call" else ("custom", "input")
         fields = {"name": _text(item, "name", path), text: _text(item, text, path)}

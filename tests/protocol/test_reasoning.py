@@ -21,7 +21,7 @@ from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import JsonObjects
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
-THINK, MISTRAL, HARMONY = FORMATS
+THINK, MISTRAL, GEMMA, HARMONY = FORMATS
 HYBRID = "{{ messages }}{% if tools %}<tool_call>{% endif %}<think>"
 """A template of a model that may think: the generation prompt says nothing."""
 
@@ -58,7 +58,10 @@ def test_a_constrained_answer_keeps_its_line_breaks() -> None:
 
 
 pieces = st.lists(
-    st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "\n", " ", "a", "<", "</th"]), max_size=9
+    st.sampled_from(
+        ["<think>", "</think>", "[THINK]", "[/THINK]", GEMMA.begin, GEMMA.end, "\n", " ", "a", "<", "</th", "<|chan"]
+    ),
+    max_size=9,
 )
 
 
@@ -134,6 +137,21 @@ def test_a_constraint_begins_after_the_section(tokenizer: Tokenizer) -> None:
         assert answer(tokenizer, made, 'Hm.</think>\n{"a": 1}') == ('\n{"a": 1}', "Hm.")
     closed = plan(tokenizer, PROMPT + "<think>\n\n</think>\n\n", **JSON)
     assert closed.params.thinking is None
+
+
+def test_a_constraint_makes_no_model_think_that_was_not_asked_to(tokenizer: Tokenizer) -> None:
+    """Gemma 4 thinks if its prompt says so. Its small models get no closed section otherwise."""
+    before = tokenizer.chat_templates
+    tokenizer.chat_templates = ChatTemplates({"default": "<|channel>thought"})
+    try:
+        quiet, loud = (plan(tokenizer, f"{asked}{PROMPT}", **JSON) for asked in ("", "<|think|>"))
+        free = plan(tokenizer, PROMPT)
+    finally:
+        tokenizer.chat_templates = before
+    assert (quiet.prompt, quiet.reasoning) == (f"{PROMPT}<|channel>thought\n<channel|>", None)
+    assert (loud.prompt, loud.reasoning) == (f"<|think|>{PROMPT}<|channel>thought\n", GEMMA)
+    assert loud.is_thinking
+    assert (free.prompt, free.reasoning) == (PROMPT, GEMMA), "it may still write an empty section"
 
 
 def test_tool_calls_come_behind_the_section(tokenizer: Tokenizer) -> None:

@@ -94,6 +94,16 @@ def test_a_template_shows_its_format(form: ToolFormat) -> None:
     assert detect_format(template_of(form).replace("tools", "toys")) is None
 
 
+def test_an_unknown_format_is_said_to_be_one() -> None:
+    """A model whose template shows none of the known formats calls as Hermes does, and the answer says so."""
+    here = world(True)
+    for form, template in ((formats.HERMES, "<tool_call>"), (None, "<my_calls>")):
+        assert formats.shown_format(f"{{% if tools %}}{template}{{% endif %}}") is form
+        assert detect_format(f"{{% if tools %}}{template}{{% endif %}}") is formats.HERMES
+        said = here.plan_of(f"{{% if tools %}}{template}{{% endif %}}", tools=TOOLS[:1]).not_enforced
+        assert [("format of calls" in each) for each in said] == [True] * (form is None)
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 @given(data=st.data())
@@ -252,7 +262,7 @@ def test_unrepresentable_raw_strings_are_refused_unless_loose(schema: dict[str, 
         tools = [Tool(Function("f", parameters=schema, strict=strict))]
         return calls_grammar(form, tools, world(True).tokenizer.token_to_id, parallel=False, required=True)
 
-    for form in (formats.QWEN3_CODER, formats.GLM):
+    for form in (formats.QWEN3_CODER, formats.GLM, formats.GEMMA4):
         with pytest.raises(FormatRefused, match=what):
             grammar(form, True)
         for strict in (None, False):
@@ -313,6 +323,21 @@ ANSWERS = [
     ("<|start|>assistant to=functions.stop_all<|channel|>commentary json<|message|>{}", "", None, 1),
     ("<|channel|>analysis<|message|>cut off", "cut off", "", 0),
     ("<|channel|>fin", "", "", 0),
+    ("<|channel|>?? hm<|end|><|start|>assistant" + THOUGHT + "<|channel|>final<|message|>Hello", "Hm.", "Hello", 0),
+    (
+        "<|channel|>commentary to=assistant<|channel|>commentary??<|end|><|start|>assistant<|channel|>analysis"
+        "<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello",
+        "Hm.",
+        "Hello",
+        0,
+    ),
+    (
+        "<|channel|>commentary to=functions.stop_all<|end|><|start|>assistant<|channel|>final<|message|>Hello",
+        "",
+        "Hello",
+        0,
+    ),
+    ("<|channel|>analysis<|constrain|>text<|message|>Hm.<|end|>", "Hm.", "", 0),
     ("plain", "", "plain", 0),
 ]
 
@@ -331,6 +356,20 @@ def test_channels_are_told_apart(text: str, reasoning: str, content: str | None,
         assert len(calls) == num_calls
         for call in calls:
             jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+ODD_HEADERS = ["<|channel|>analysis", "<|start|>assistant", "??", " to=", "functions.log", "<|constrain|>", " text"]
+
+
+@pytest.mark.few(40)
+@given(odd=st.lists(st.sampled_from([*ODD_HEADERS, "<|end|>"])).map("".join), data=st.data())
+def test_a_broken_header_hides_no_later_message(odd: str, data: Any) -> None:
+    """Neither reasoning nor answer of well-formed messages changes by what a model writes where a header should be."""
+    whole = f"{THOUGHT}<|channel|>final<|message|>Hello"
+    splitter = ChannelSplitter()
+    parts = [*map(splitter.feed, chunks_of(f"<|channel|>{odd}<|end|><|start|>assistant{whole}", data))]
+    parts.append(splitter.finish())
+    assert ("".join(reasoning for reasoning, _ in parts), "".join(answer for _, answer in parts)) == ("Hm.", "Hello")
 
 
 @given(

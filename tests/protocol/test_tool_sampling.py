@@ -60,7 +60,10 @@ class World:
         self.backends = Backends(self.vocabulary)
 
     def plan(self, form: ToolFormat, **fields: Any) -> ChatPlan:
-        self.tokenizer.chat_templates = ChatTemplates({"default": template_of(form)})
+        return self.plan_of(template_of(form), **fields)
+
+    def plan_of(self, template: str, **fields: Any) -> ChatPlan:
+        self.tokenizer.chat_templates = ChatTemplates({"default": template})
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
         request = decode(ChatCompletionRequest, json.dumps(body).encode())
         return plan_chat(request, request.sampling_params(), self.tokenizer, "<|im_start|>assistant\n", JsonObjects())

@@ -484,7 +484,7 @@ async def test_lists_and_questions_load_no_model() -> None:
         for path in ("/v1/models", "/v1/models/a", "/api/tags", "/api/ps", "/status", "/metrics", "/", "/health"):
             assert (await ingress.ask("GET", path)).status_code == 200, path
         shown = (await ingress.ask("POST", "/api/show", model="a:latest")).json()
-        assert shown["capabilities"] == ["completion"]
+        assert shown["capabilities"] == ["completion", "tools"]
         unload = {"model": "a", "keep_alive": 0}
         for path in ("/api/generate", "/api/chat"):
             assert (await ingress.ask("POST", path, **unload)).json()["done_reason"] == "unload"
@@ -492,6 +492,20 @@ async def test_lists_and_questions_load_no_model() -> None:
         assert unknown.status_code == 404
         await ready(world)  # an ingress that comes
         assert (await ingress.states(), world.deployed) == ({"a": "unloaded", "alias": "unloaded", "b": "unloaded"}, [])
+
+
+@async_test
+async def test_a_model_that_is_not_loaded_shows_what_its_files_say() -> None:
+    """Clients ask what a model can do before they send it a tool, and so before anything has loaded it."""
+    models = {name: EngineConfig(model=model) for name, model in (("here", "demo"), ("gone", "/nowhere/at/all"))}
+    async with world_of(
+        *(ServedModel(name=name, on_demand=True, engine=each) for name, each in models.items())
+    ) as world:
+        ingress = await ready(world)
+        here, gone = [(await ingress.ask("POST", "/api/show", model=name)).json() for name in models]
+        assert (here["capabilities"], "<tool_call>" in here["template"]) == (["completion", "tools"], True)
+        assert (gone["capabilities"], gone["template"]) == (["completion"], "")
+        assert world.deployed == []
 
 
 @async_test
@@ -521,6 +535,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     (tmp_path / "notes").mkdir()
     for name in ("small.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", ".hidden.gguf", "README.md"):
         (tmp_path / name).write_bytes(b"")
+    (tmp_path / "mmproj-small-F16.gguf").write_bytes(b"")
     return tmp_path
 
 

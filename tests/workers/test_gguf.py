@@ -82,8 +82,16 @@ def test_the_configuration_is_that_of_the_checkpoint(family: str, tmp_path: path
         if getattr(found, name) != getattr(expected, name)
     }
     assert differing.pop("quantization")[1] is None
+    assert differing.pop("eos_token_ids") == ((2, 0), (2,)), "<|endoftext|> ends an answer in every GGUF file"
     assert differing.pop("rms_norm_eps", (1.0, 1.0)) == (pytest.approx(expected.rms_norm_eps), expected.rms_norm_eps)
     assert not differing
+
+
+def test_a_file_without_a_number_of_key_heads_has_one_for_each_head(tmp_path: pathlib.Path) -> None:
+    """As files of old converters, which llama.cpp reads so."""
+    path = write_gguf(original("llama"), tmp_path / "a.gguf", lambda name: "F32", llama__attention__head_count_kv=None)
+    config = json.loads((resolve_model_folder(str(path)) / "config.json").read_text())
+    assert config["num_key_value_heads"] == config["num_attention_heads"] > 1
 
 
 def test_llama3s_frequencies_are_those_of_the_file(tmp_path: pathlib.Path) -> None:

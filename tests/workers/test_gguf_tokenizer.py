@@ -18,7 +18,9 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import TokenizerError
+from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.checkpoints.gguf_splits import REFUSED, SPLITTINGS
+from manta.workers.checkpoints.model_folder import load_model_config
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import Vocabulary, write_gguf
 
@@ -254,3 +256,54 @@ def test_another_kind_of_vocabulary_is_refused_by_name(
         TokenizerError, match=f"tokenizer.ggml.model must be gpt2 or llama or gemma4, not {json.dumps(kind)}"
     ):
         Tokenizer(path)
+
+
+def test_a_file_may_have_a_chat_template_for_tools(byte_level: Vocabulary, tmp_path: pathlib.Path) -> None:
+    templates: dict[str, Any] = {
+        "tokenizer__chat_template": "plain",
+        "tokenizer__chat_template__tool_use": "{{ tools }}",
+    }
+    for number, given in enumerate([templates, {"tokenizer__chat_template": "plain"}]):
+        (tmp_path / str(number)).mkdir()
+        found = Tokenizer(gguf_of(tmp_path / str(number), byte_level, tokenizer__ggml__pre="gpt-2", **given))
+        sources = found.chat_template_source(), found.chat_template_source(tools=True)
+        assert sources == ("plain", given.get("tokenizer__chat_template__tool_use", "plain"))
+
+
+# ---- the ends of answers -------------------------------------------------------------------------------------------
+
+ENDS: dict[str, tuple[list[str], int | str, list[str]]] = {
+    "none by name": ([], 5, []),
+    "Qwen 2.5": (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", ["<|endoftext|>"]),
+    "Phi 3": (["<|endoftext|>", "<|end|>", "<|user|>"], "<|endoftext|>", ["<|end|>"]),
+    "Llama 3.1": (["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>"]),
+    "gpt-oss": (["<|return|>", "<|end|>", "<|call|>", "<|channel|>"], "<|return|>", ["<|call|>"]),
+    "Solar": (["<|flush|>", "<|end|>", "<|calls|>", "<|im_end|>"], "<|im_end|>", ["<|flush|>", "<|calls|>"]),
+    "Gemma 4": (["</s>", "<eos>", "<turn|>", "<|tool_response>"], "<eos>", ["<turn|>", "<|tool_response>"]),
+    "Kimi K2": (["[EOS]", "[EOT]", "[BOS]"], "[EOS]", ["[EOT]"]),
+    "Mistral as ChatML": (["<s>", "</s>", "<|im_start|>", "<|im_end|>"], "</s>", ["<|im_end|>"]),
+}
+"""Special tokens of vocabularies, the one that the file names as its end, and the others that end an answer."""
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["control", "normal"])
+@pytest.mark.parametrize("family", ENDS)
+def test_an_answer_ends_where_llama_cpp_ends_it(
+    family: str, special: bool, byte_level: Vocabulary, tmp_path: pathlib.Path
+) -> None:
+    """Published files name one end, and chats end with another one. Old converters gave such tokens no type."""
+    added, named, others = ENDS[family]
+    count = byte_level.types.index(CONTROL)
+    tokens = [*byte_level.tokens[:count], *added]
+    types = [*byte_level.types[:count], *[CONTROL if special else NORMAL] * len(added)]
+    end = named if isinstance(named, int) else tokens.index(named)
+    vocabulary = Vocabulary(tokens, types, merges=byte_level.merges)
+    path = gguf_of(tmp_path, vocabulary, tokenizer__ggml__pre="gpt-2", tokenizer__ggml__eos_token_id=end)
+    found = load_model_config(gguf_folder(path)).eos_token_ids
+    assert found[0] == end
+    assert set(found) == {end, *map(tokens.index, others)}
+    reference = LlamaCppTokenizer(path)
+    try:
+        assert set(found) == reference.ends()
+    finally:
+        reference.close()

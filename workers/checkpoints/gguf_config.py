@@ -12,6 +12,7 @@ from typing import Any
 
 from manta.workers.checkpoints import gguf_hybrids
 from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES
+from manta.workers.checkpoints.gguf_ends import end_token_ids
 from manta.workers.checkpoints.gguf_hybrids import check_gated, chosen_experts, draft_heads, granite_factors
 from manta.workers.checkpoints.gguf_keys import judge_unread
 from manta.workers.checkpoints.gguf_metadata import GgufFile
@@ -79,9 +80,6 @@ def _shape(file: GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
-    last_token = embedding.shape[0] - 1
-    stops = [file.values[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
-    stop_ids = [each.whole(least=0, most=last_token) for each in stops if each.value is not None]
     norm_eps = "layer_norm_epsilon" if file.architecture == "cohere2" else "layer_norm_rms_epsilon"
     return _heads(file) | {
         "architectures": [ARCHITECTURES[file.architecture].model],
@@ -94,7 +92,7 @@ def _shape(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors),
         "dtype": _dtype({tensor.kind for tensor in file.tensors.values()}),
-        "eos_token_id": list(dict.fromkeys(stop_ids)),
+        "eos_token_id": end_token_ids(file, embedding.shape[0]),
         "quantization_config": {"quant_method": "gguf"},
     }
 
@@ -148,7 +146,11 @@ def _heads(file: GgufFile) -> dict[str, Any]:
 
 
 def _key_heads(file: GgufFile) -> int:
-    """Returns the number of key heads of all layers that have attention."""
+    """Returns the number of key heads of all layers that have attention. As in llama.cpp, it is that of the heads if
+    the file does not say it.
+    """
+    if file.of_model("attention.head_count_kv").value is None and file.architecture not in _MIXING:
+        return _only(file, "attention.head_count")
     counts = file.of_layers("attention.head_count_kv")
     if 0 in counts and file.architecture not in _MIXING:
         raise file.of_model("attention.head_count_kv").refused("a number above 0 for each layer")

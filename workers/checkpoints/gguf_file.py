@@ -39,7 +39,9 @@ _OF_TOWERS = ("v.", "a.", "mm.")
 """Beginnings of llama.cpp's names of tensors that see, hear, or join both to a text decoder."""
 _WITH_JOINED_HEADS, _JOINED_HEADS = ("chatglm",), "qkv_proj"
 """Architectures of which files may hold queries, keys and values as one tensor, and its name."""
-_LAYOUT = 6
+_MOST_NAME_BYTES = 128
+"""Most bytes of a file's name that the folder's name has."""
+_LAYOUT = 8
 """Version of the folder's contents. Folders of another version are not used."""
 
 
@@ -48,11 +50,11 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
 
     Raises `ModelError` if the file is damaged, or if its architecture or a tensor's type is not served.
     """
-    path = first_part(path.resolve())
-    parts = [each for each in parts_of(path) if each.is_file()]
+    path = first_part(path.absolute())
+    parts = [each.resolve() for each in parts_of(path) if each.is_file()]
     identity = f"{_LAYOUT} {[(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in parts]}"
-    name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    folder = gguf_cache() / f"{path.stem}-{name}"
+    name = hashlib.blake2b(os.fsencode(identity), digest_size=8).hexdigest()
+    folder = gguf_cache() / f"{_shortened(path.stem)}-{name}"
     if _is_whole(folder):
         return folder
     for each in parts:
@@ -69,6 +71,11 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     except OSError as error:
         raise ModelError(f"{path} needs a folder in {folder.parent}: {error.strerror}; set MANTA_CACHE") from error
     return folder
+
+
+def _shortened(name: str) -> str:
+    """Returns the beginning of a name, so that more fits behind it into the name of a folder."""
+    return os.fsencode(name)[:_MOST_NAME_BYTES].decode(errors="ignore")
 
 
 def _forget_gone(parent: pathlib.Path) -> None:

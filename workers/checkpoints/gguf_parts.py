@@ -1,6 +1,7 @@
 """The files of a GGUF model: one, or several that llama.cpp's `llama-gguf-split` has made of one.
 
 Each file of a split model has its own tensors, and the first one all metadata. A name ends in `-00001-of-00003.gguf`.
+The names are those of links too, because the hub's cache holds files without names, and links to them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ from manta.workers.models.raw_config import RawConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 9999
+_TOWER = "mmproj"
+"""Part of the name of each file with nothing but a model's towers that see or hear, as llama.cpp looks for them."""
+_MOST_LINKS = 40
+"""Most links that are followed, as Linux follows them."""
 
 
 def first_part(path: pathlib.Path) -> pathlib.Path:
-    """Returns the first file of the model that a file belongs to, by its name; the file itself if it is alone."""
+    """Returns the first file of the model that a file belongs to, by its name; the file itself if it is alone. If only
+    the file to which a link leads has such a name, that one's counts.
+    """
+    for _ in range(_MOST_LINKS):
+        if _PART.fullmatch(path.name) or not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
     found = _PART.fullmatch(path.name)
     return path if found is None else path.with_name(_part_name(found[1], 1, int(found[3])))
 
@@ -34,8 +45,11 @@ def parts_of(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def models_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the first file of each GGUF model in a folder."""
-    return sorted({first_part(path) for path in folder.glob("*.gguf")})
+    """Returns the first file of each GGUF model in a folder, without hidden ones and those that see or hear for a model
+    beside them.
+    """
+    found = [path for path in folder.glob("*.gguf") if not path.name.startswith(".")]
+    return sorted({first_part(path) for path in found if _TOWER not in path.name.lower()})
 
 
 def read_model(path: pathlib.Path) -> GgufFile:
@@ -64,7 +78,7 @@ def read_model(path: pathlib.Path) -> GgufFile:
         tensors |= {name: tensor._replace(file=number) for name, tensor in own.items()}
     if count > 1:
         metadata["split.tensors.count"].whole(len(tensors), least=len(tensors), most=len(tensors))
-    return GgufFile(tuple(paths), metadata, tensors)
+    return GgufFile(tuple(each.resolve() for each in paths), metadata, tensors)
 
 
 def _part_name(stem: str, number: int, count: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from manta.structured.visible_logs import logger_of
+from manta.workers.checkpoints.gguf_ends import end_names
 from manta.workers.checkpoints.gguf_header import GgufArray, read_gguf_array
 from manta.workers.checkpoints.gguf_splits import REFUSED, SPLITTINGS, Splitting
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -33,14 +34,11 @@ _USUAL_SPM_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids of SentencePiece's special tokens in a file that does not say them."""
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 """Roles of special tokens in GGUF's keys, and in `tokenizer_config.json`."""
-_ALWAYS_CONTROL = (
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
-    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[ "
-    "<｜end▁of▁sentence｜>"
-)
-"""Tokens that llama.cpp takes for control tokens, whatever type a file gives them."""
 _ALWAYS_USER_DEFINED = "<|channel|> <|message|> <|start|> <|constrain|>"
-"""Tokens that it takes for user-defined ones."""
+"""Tokens that llama.cpp takes for user-defined ones, whatever type a file gives them."""
+_TEMPLATE = "tokenizer.chat_template"
+_HTML_END = "</s>"
+"""A token that ends answers in some vocabularies, and is text in others."""
 _FILL_IN_MARKS = {
     "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
     "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
@@ -85,13 +83,24 @@ def write_tokenizer(path: pathlib.Path, values: RawConfig, num_rows: int, folder
         tokenizer = _byte_level(path, values, vocabulary, splitting)
     tokenizer.add_tokens(list(_added_tokens(vocabulary, values)))
     _surround(tokenizer, values, vocabulary, special, splitting.adds_bos)
-    template = values["tokenizer.chat_template"].text("")
-    if template:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     roles = {_ROLES[role]: vocabulary.names[token_id] for role, token_id in special.items()}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | roles
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= roles | _named_templates(values)
+    template = values[_TEMPLATE].text("")
+    if template and "chat_template" not in config:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _named_templates(values: RawConfig) -> dict[str, Any]:
+    """Returns the entry of `tokenizer_config.json` with the chat templates of a file that has several, such as
+    `tool_use` for requests with tools; nothing if it has one.
+    """
+    others = sorted(key for key in values.values if key.startswith(f"{_TEMPLATE}."))
+    named = {"default": values[_TEMPLATE], **{key.removeprefix(f"{_TEMPLATE}."): values[key] for key in others}}
+    found = [{"name": name, "template": text} for name, value in named.items() if (text := value.text(""))]
+    return {"chat_template": found} if others else {}
 
 
 def _read_vocabulary(path: pathlib.Path, values: RawConfig, num_rows: int) -> _Vocabulary:
@@ -227,11 +236,13 @@ def _added_tokens(vocabulary: _Vocabulary, values: RawConfig) -> Iterator[AddedT
 def _kinds(vocabulary: _Vocabulary, values: RawConfig) -> list[int]:
     """Returns the types of the tokens, corrected by their names as llama.cpp does for files of old converters."""
     kinds = list(vocabulary.types)
-    control = set(_ALWAYS_CONTROL.split())
+    ends = end_names(vocabulary.ids)
+    control = set(ends)
     for role, names in _FILL_IN_MARKS.items():
         if values[f"{_KEY}{role}_token_id"].value is None:
             control |= set(names.split())
-    corrected = ((control, _CONTROL), (set(_ALWAYS_USER_DEFINED.split()), _USER_DEFINED))
+    texts = {_HTML_END} - ends if _HTML_END in vocabulary.ids else set[str]()
+    corrected = ((control, _CONTROL), (set(_ALWAYS_USER_DEFINED.split()), _USER_DEFINED), (texts, _NORMAL))
     for these, kind in corrected:
         for name in these & vocabulary.ids.keys():
             kinds[vocabulary.ids[name]] = kind

@@ -25,14 +25,15 @@ def smaller_weights(folder: pathlib.Path, dtype: str, model: ModelConfig, device
 def check_memory(
     weights: int, kv_bytes: int, dtype: str, free: int, smaller: Mapping[str, int], beside: str = ""
 ) -> None:
-    """Raises `ModelError` if weights and KV cache do not fit into `free` bytes. `smaller` has the bytes of rounded
-    weights, and `beside` says what else takes memory.
+    """Raises `ModelError` if weights and KV cache do not fit into `free` bytes. `smaller` has the bytes of weights
+    in other forms, and `beside` says what else takes memory.
     """
     is_free = f"{gib(free)} of memory is free{beside}"
     if weights >= free:
         smaller = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < weights}
         fitting = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < free}
-        sizes = " and ".join(f"{gib(each)} with weights: {form}" for form, each in (fitting or smaller).items())
+        *others, last = [f"{gib(each)} with weights: {form}" for form, each in (fitting or smaller).items()] or [""]
+        sizes = f"{', '.join(others)} and {last}" if others else last
         remedy = "free some, or take a smaller model"
         if sizes:
             remedy = f"they take {sizes}" if fitting else f"{remedy} (this one takes {sizes})"

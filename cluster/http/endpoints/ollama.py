@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
+import pathlib
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import jinja2
 import msgspec
 
 from manta.cluster import hub_pull
@@ -18,6 +21,7 @@ from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_arguments
 from manta.cluster.chat.reasoning import detect_reasoning
 from manta.cluster.chat.tool_formats import detect_format
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
 from manta.cluster.http.endpoints import generation
@@ -53,8 +57,16 @@ from manta.cluster.protocol.ollama import (
 )
 from manta.cluster.protocol.responses import ChatResponseMessage
 from manta.cluster.protocol.translated import renamed
+from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.tokenizer_files import read_tokenizer_config
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.checkpoints.pooling_folder import read_pooling
+from manta.workers.model_options import DEMO_MODEL
 from manta.workers.pooling_info import PoolingInfo
+
+logger = logger_of(__name__)
 
 _NEVER = "2318-01-01T00:00:00Z"
 """Time at which a model that stays loaded expires, as Ollama writes it."""
@@ -153,29 +165,42 @@ async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> 
     state.admission.check_model(body.served_model)
     if not _is_loaded(state):
         return await _show_unloaded(state)
-    info, template = await state.model_info(), state.tokenizer.chat_template_source()
-    found = {
-        "tools": detect_format(state.tokenizer.chat_template_source(tools=True)),
-        "thinking": detect_reasoning(template),
-    }
+    info, tokenizer = await state.model_info(), state.tokenizer
     return OllamaShow(
-        template=template,
+        template=tokenizer.chat_template_source(),
         modified_at=_time(state.created),
         details=await _details(state),
         model_info={"general.architecture": "manta", "manta.context_length": info.max_model_len},
-        capabilities=_capabilities(info.pooling) or ["completion", *(name for name, form in found.items() if form)],
+        capabilities=_capabilities(info.pooling, tokenizer.chat_templates),
     )
 
 
 async def _show_unloaded(state: AppState) -> OllamaShow:
-    """Returns what is known of a model whose engines are not there to ask. It is shown as one that generates."""
+    """Returns what is known of a model whose engines are not there to ask: what its files say, if they are here."""
+    templates, pooling = await asyncio.to_thread(_stored, state.config.engine)
     return OllamaShow(
-        template="",
+        template=templates.source(tools=False),
         modified_at=_time(state.created),
         details=await _details(state),
         model_info={"general.architecture": "manta"},
-        capabilities=["completion"],
+        capabilities=_capabilities(pooling, templates),
     )
+
+
+def _stored(options: EngineConfig) -> tuple[ChatTemplates, PoolingInfo | None]:
+    """Returns the chat templates of a model and how it pools, by its files. Downloads nothing. A model whose files are
+    not here, or cannot be read, is shown as one that generates text.
+    """
+    path = pathlib.Path(options.model).expanduser()
+    try:
+        if options.model != DEMO_MODEL and not path.exists():
+            return ChatTemplates({}), None
+        folder = resolve_model_folder(options.model)
+        texts = folder if options.tokenizer is None else pathlib.Path(options.tokenizer).expanduser()
+        return ChatTemplates(read_tokenizer_config(texts).chat_templates), read_pooling(folder, options.task)
+    except (ValueError, OSError, jinja2.TemplateError) as error:
+        logger.info("what %s can do is not known, because it cannot be read: %s", options.model, error)
+        return ChatTemplates({}), None
 
 
 async def delete(state: AppState, exchange: Exchange, body: OllamaDeleteRequest) -> None:
@@ -239,9 +264,15 @@ async def _pulled(state: AppState, name: str) -> AsyncIterator[OllamaStatus]:
     yield OllamaStatus("success")
 
 
-def _capabilities(pooling: PoolingInfo | None) -> list[str]:
-    """Returns what a model that pools can do, by Ollama's names; none for one that generates."""
-    return [] if pooling is None else ["embedding" if pooling.task == "embed" else "classification"]
+def _capabilities(pooling: PoolingInfo | None, templates: ChatTemplates) -> list[str]:
+    """Returns what a model can do, by Ollama's names."""
+    if pooling is not None:
+        return ["embedding" if pooling.task == "embed" else "classification"]
+    found = {
+        "tools": detect_format(templates.source(tools=True)),
+        "thinking": detect_reasoning(templates.source(tools=False)),
+    }
+    return ["completion", *(name for name, form in found.items() if form)]
 
 
 async def _details(state: AppState) -> OllamaDetails:
