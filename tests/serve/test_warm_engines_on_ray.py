@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import httpx
@@ -50,12 +49,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Returns the words of a process's title. One of Ray's that is just being written is empty, and is read again."""
-    words: list[str] = []
-    with contextlib.suppress(psutil.Error):
-        while not any(words := process.cmdline()) and process.name().startswith("ray::"):
-            time.sleep(0.001)
-    return words
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def listening() -> list[psutil.Process]:
@@ -73,6 +70,18 @@ def engines() -> list[psutil.Process]:
         for each in psutil.process_iter()
         if any("manta.m" in word and ":engine" in word for word in command_of(each))
     ]
+
+
+def only_engine() -> psutil.Process:
+    """Returns the engine, as soon as there is one. While Ray calls it, its title may be another one."""
+    found: list[psutil.Process] = []
+
+    def is_one() -> bool:
+        found[:] = engines()
+        return len(found) == 1
+
+    wait_until(is_one)
+    return found[0]
 
 
 def ask(url: str, model: str = "m0") -> str:
@@ -115,22 +124,21 @@ def test_a_sleeping_model_costs_next_to_nothing(url: str, record_property: Calla
 
 def test_a_model_outlives_the_death_of_each_process(url: str) -> None:
     text = ask(url)
-    (warm,), (engine,) = listening(), engines()
+    (warm,), engine = listening(), only_engine()
     assert engine.parent() == warm, "the engine is a fork"
     (stand_in,) = running_below(None, warm_process.MODULE)
     warm.kill()
     assert ask(url) == text
-    assert engines() == [engine]
+    assert only_engine() == engine
     stand_in.kill()
     psutil.wait_procs([engine], timeout=PATIENCE_S)
     assert not engine.is_running()
     assert ask(url) == text
-    (second,) = engines()
+    second = only_engine()
     second.kill()
     assert ask(url) == text
-    assert engines() != [second]
+    assert only_engine() != second
     unload(url)
     wait_until(lambda: listening() != [])
     assert ask(url) == text
-    (third,) = engines()
-    assert third.parent() in listening()
+    assert only_engine().parent() in listening()
