@@ -95,7 +95,6 @@ CASES = {
     "experts in one tensor": Case(gpt_oss(False), 16),
     "experts in one tensor, rounded to int4": Case(gpt_oss(False), 4 + 16 / 32, "int4"),
     "FP8 with block scales": Case(qwen3(large_mixtures.in_fp8_blocks, FP8), 16),
-    "FP8 with block scales, rounded to int4": Case(qwen3(large_mixtures.in_fp8_blocks, FP8), 4 + 16 / 32, "int4"),
     "AWQ": Case(qwen3(large_mixtures.in_awq, AWQ), 4 + 2 * 32 / 32),
     "GGUF, Q4_K": Case(gguf("Q4_K"), 4 + 2 * 32 / 32),
     "GGUF, Q8_0": Case(gguf("Q8_0"), 8 + 16 / 32),
