@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, family: s
     assert greedy(path) == expected_of(dense)
 
 
-@pytest.mark.few(1)
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["Q6_K", "NVFP4", "Q4_1", "IQ2_XS"])
 def test_rows_of_a_large_table_are_unpacked_from_the_file(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

@@ -122,6 +122,7 @@ def test_one_token_reads_as_many_experts_as_it_chooses(
     assert len(after_start) + len(read) < file.stat().st_size / HUGE_PAGE / 2
 
 
+@pytest.mark.prove
 def test_experts_move_to_huge_pages_once_half_of_them_were_read(
     cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path
 ) -> None:
@@ -167,7 +168,7 @@ FORMATS: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.prove
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_second_start_reads_little_of_the_checkpoint(
     name: str, cache: pathlib.Path, idle: IdleWork, tmp_path: pathlib.Path
