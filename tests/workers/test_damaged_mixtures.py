@@ -95,7 +95,7 @@ DAMAGES: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_mixture_is_named(name: str, tmp_path: pathlib.Path) -> None:
     kind, changes, words = DAMAGES[name]

@@ -28,6 +28,7 @@ from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
 from manta.workers.platforms.cpu_linears import make_linear
+from manta.workers.torch_worker import embedding_lookup
 from manta.workers.torch_worker.loader import load_model
 from manta.workers.torch_worker.tensor_check import check_tensors
 from tests.checkpoints import CORPUS, checkpoint
@@ -66,6 +67,26 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, family: s
     path = write_gguf(original(family), tmp_path / "model.gguf", mixed if kind == "mixed" else lambda name: kind)
     dense = dequantized(path, original(family), tmp_path / "dense")
     assert greedy(path) == expected_of(dense)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["Q6_K", "NVFP4", "Q4_1", "IQ2_XS"])
+def test_rows_of_a_large_table_are_unpacked_from_the_file(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(original("qwen2"), tmp_path / "model.gguf", lambda name: kind)
+    kept = greedy(path)
+    monkeypatch.setattr(embedding_lookup, "LARGE_TABLE", 0)
+    looked_up: list[torch.Tensor] = []
+    look_up = embedding_lookup.look_up_packed
+
+    def recorded(unpack: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+        looked_up.append(ids)
+        return look_up(unpack, dtype, ids)
+
+    monkeypatch.setattr(embedding_lookup, "look_up_packed", recorded)
+    assert greedy(path) == kept
+    assert looked_up
 
 
 def config_of(path: pathlib.Path) -> ModelConfig:

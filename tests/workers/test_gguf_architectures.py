@@ -492,6 +492,7 @@ def test_older_files_of_deepseek_have_one_linear_to_keys_and_values(tmp_path: pa
     assert greedy(older) == expected_of(original(name))
 
 
+@pytest.mark.prove
 def test_files_of_the_first_glm_4_have_queries_keys_and_values_as_one(tmp_path: pathlib.Path) -> None:
     """As the converter makes them of checkpoints with code of their own."""
     stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(converted("chatglm")).tensors}

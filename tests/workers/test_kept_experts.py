@@ -102,6 +102,7 @@ def test_a_second_start_reads_no_experts_and_a_token_reads_its_own(
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.prove
 def test_one_token_reads_as_many_experts_as_it_chooses(
     cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_one_token_reads_as_many_experts_as_it_chooses(
     assert len(after_start) + len(read) < file.stat().st_size / HUGE_PAGE / 2
 
 
+@pytest.mark.prove
 def test_experts_move_to_huge_pages_once_half_of_them_were_read(
     cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_experts_move_to_huge_pages_once_half_of_them_were_read(
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.prove
 def test_damaged_experts_are_found_when_they_move(
     cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,7 +168,7 @@ FORMATS: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.prove
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_second_start_reads_little_of_the_checkpoint(
     name: str, cache: pathlib.Path, idle: IdleWork, tmp_path: pathlib.Path

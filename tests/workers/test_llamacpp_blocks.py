@@ -42,7 +42,7 @@ def mixture() -> pathlib.Path:
     return folder
 
 
-@pytest.mark.few(3)
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_numbers_in_its_blocks(kind: str, tmp_path: pathlib.Path) -> None:
     def kind_of(name: str) -> str:
@@ -57,6 +57,7 @@ def test_tokens_are_those_of_the_numbers_in_its_blocks(kind: str, tmp_path: path
     assert greedy(rounded) == greedy(dense)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_the_quantiser_is_llamacpps(kind: str) -> None:
     """Its blocks stand for numbers near the weights."""

@@ -43,7 +43,7 @@ READERS: dict[str, Reader] = {
 MXFP4_EXPERTS = WeightFormat(reader="mxfp4_experts", bits=4, group_size=32)
 GGUF = WeightFormat(reader="gguf")
 """The format of every tensor with a GGUF type."""
-_GIVEN_BACK_EACH = 1 << 24
+_GIVEN_BACK_EACH = 1 << 22
 """Numbers of linears between two times that memory which readers have freed is given back. Packed weights lie between
 its parts.
 """
@@ -119,6 +119,8 @@ class LinearReader:
     def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
         """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
         format_ = GGUF if self.format_of(part) is GGUF else None
+        if format_ is GGUF:
+            self.checkpoint.expect_all(part.weight_name)
         return self._part(part, format_, LinearSpec((part,), width), self.checkpoint)
 
     def unpack_rows(self, part: WeightPart, width: int) -> Callable[[torch.Tensor], QuantizedWeight] | None:

@@ -151,6 +151,12 @@ class TensorFiles:
             start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
             _advise(mapped, "MADV_WILLNEED", start, entry.end - start)
 
+    def expect_all(self, name: str) -> None:
+        """Has the system read a tensor of any size that is read from its beginning to its end."""
+        mapped, entry = self._entries[name]
+        start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+        _advise(mapped, "MADV_WILLNEED", start, entry.end - start)
+
     def as_stored(self, config: ModelConfig) -> ModelConfig:
         """Returns the configuration of a tied model without its tie, if a file holds a head unlike the embedding. So
         does transformers.

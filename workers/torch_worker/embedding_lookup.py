@@ -15,6 +15,9 @@ from manta.workers.kernels.weights import Embedding
 from manta.workers.models.weight_specs import WeightPart
 from manta.workers.torch_worker.weight_platform import WeightPlatform
 
+LARGE_TABLE = 1 << 28
+"""Numbers of a table from which on it is not kept as integers. To unpack a row takes half a millisecond a step."""
+
 
 def load_lookup(
     reader: LinearReader, platform: WeightPlatform, part: WeightPart, width: int, dtype: torch.dtype
@@ -22,9 +25,11 @@ def load_lookup(
     """Returns the lookup of a table [num_rows, width], whose rows it gives in `dtype`, and the table as the platform
     has it; None for integers.
 
-    Integers are kept as such, or unpacked row by row from the file where the platform reads tables there.
+    Integers are kept as such. A large table of them is unpacked row by row from the file, where the platform reads
+    tables there.
     """
-    if platform.reads_tables_in_files and (unpack := reader.unpack_rows(part, width)) is not None:
+    is_large = part.out_features * width >= LARGE_TABLE
+    if is_large and platform.reads_tables_in_files and (unpack := reader.unpack_rows(part, width)) is not None:
         return functools.partial(look_up_packed, unpack, dtype), None
     read = reader.read_table(part, width)
     if not isinstance(read, QuantizedWeight):

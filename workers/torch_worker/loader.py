@@ -13,6 +13,7 @@ from typing import overload
 import msgspec
 import torch
 
+from manta.structured.host import give_back_freed_memory
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.adapters.expert_places import Join
 from manta.workers.checkpoints.checkpoint import Checkpoint
@@ -232,6 +233,7 @@ class WeightLoader:
         ends = load_ends(self._reader, self.spec.blocks)
         rope = None if self.spec.rope_exponents is None else exponential(self._tensor(self.spec.rope_exponents))
         parts = inputs, streams, scaling, gate, embedding_norm, gathering, ends, rope
+        give_back_freed_memory()
         return DecoderWeights(embedding, layers, final_norm, head, *parts)
 
     def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:

@@ -14,6 +14,8 @@ from manta.workers.checkpoints.formats.stored_part import StoredPart
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+_NUMBERS_AT_A_TIME = 1 << 18
+"""Numbers that are unpacked at a time, each of which takes five bytes meanwhile."""
 FP4_CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice each E2M1 number, by its four bits."""
 
@@ -57,7 +59,11 @@ def read_mxfp4(part: StoredPart) -> QuantizedWeight:
 def mxfp4_weight(part: StoredPart, packed: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeight:
     """Returns the weight of `packed` numbers uint8 [out, in / 2] and `exponents` uint8 [out, num_groups]."""
     table = torch.tensor(FP4_CODEBOOK, dtype=torch.int8)
-    numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-    values = torch.empty_like(numbers, dtype=torch.int8) if packed.is_meta else table[numbers.int()]
+    rows, num_bytes = packed.shape
+    values = torch.empty(rows, 2 * num_bytes, dtype=torch.int8, device=packed.device)
+    step = rows if packed.is_meta else max(1, _NUMBERS_AT_A_TIME // (2 * num_bytes))
+    for start in range(0, 0 if packed.is_meta else rows, step):
+        pairs = packed[start : start + step]
+        values[start : start + step] = table[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1).int()]
     weight = in_groups(part, values, torch.exp2(exponents.float() - 128), None)
     return dataclasses.replace(weight, bits=8, codebook=FP4_CODEBOOK)
