@@ -566,6 +566,7 @@ def test_links_to_the_files_of_a_model_are_followed(tmp_path: pathlib.Path) -> N
         resolve_model_folder(str(tmp_path / "loop.gguf"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["é" * 124, "a" * 250, "caf\udce9", "a\nb", " ", "100%.x", "-q", "模型 [1]"])
 def test_a_file_may_have_any_name(name: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / f"{name}.gguf"

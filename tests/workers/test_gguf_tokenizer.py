@@ -286,6 +286,7 @@ ENDS: dict[str, tuple[list[str], int | str, list[str]]] = {
 """Special tokens of vocabularies, the one that the file names as its end, and the others that end an answer."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("special", [True, False], ids=["control", "normal"])
 @pytest.mark.parametrize("family", ENDS)
 def test_an_answer_ends_where_llama_cpp_ends_it(
