@@ -72,15 +72,18 @@ def test_check_names_what_the_model_takes_in_fewer_bits(
     assert main(["check", str(large)]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "its weights take 128.48 GiB in bfloat16" in said
-    assert "65.48 GiB with weights: int8 and 36.60 GiB with weights: int4" in said
+    assert "96.79 GiB with weights: lossless, 65.48 GiB with weights: int8 and 36.60 GiB with weights: int4" in said
 
 
 @pytest.mark.parametrize(
     ("gib", "remedy"),
     [
-        (120, "they take 65.48 GiB with weights: int8 and 36.60 GiB with weights: int4"),
+        (
+            120,
+            "they take 96.79 GiB with weights: lossless, 65.48 GiB with weights: int8 and 36.60 GiB with weights: int4",
+        ),
         (50, "they take 36.60 GiB with weights: int4"),
-        (20, "take a smaller model (this one takes 65.48 GiB with weights: int8 and 36.60 GiB with weights: int4)"),
+        (20, "take a smaller model (this one takes 96.79 GiB with weights: lossless, 65.48 GiB with weights: int8 and"),
     ],
 )
 def test_serve_names_the_weights_that_fit(

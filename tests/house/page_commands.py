@@ -450,6 +450,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --set engine.max_num_sequences=64 --set port=8001": starts_a_server,
     "manta serve demo --set engine.weights=int8": starts_a_server,
+    "manta serve demo --set engine.weights=lossless": starts_a_server,
     "manta serve demo --set engine.weights=int8 --set engine.exact=true": starts_a_server,
     "manta serve demo --generation-config none": starts_a_server,
     "manta serve demo --kv-cache-dtype int8": starts_a_server,

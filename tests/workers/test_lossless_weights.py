@@ -16,7 +16,6 @@ from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels import build
-from manta.workers.kernels.cpu_linear import PackedLinear
 from manta.workers.models.model_config import ModelError
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import load_model
@@ -74,15 +73,12 @@ def test_it_takes_the_bytes_that_the_plan_counts(capsys: pytest.CaptureFixture[s
 
 
 @needs_shared_weights
-def test_processes_share_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_them(tmp_path: pathlib.Path) -> None:
     folder = shutil.copytree(checkpoint("llama", dtype="bfloat16"), tmp_path / "model")
     before = files()
-    first = load(folder, "lossless")
-    monkeypatch.setattr(PackedLinear, "_pack_without_loss", lambda *_: pytest.fail("it is packed again"))
-    second = load(folder, "lossless")
-    assert torch.equal(logits_of(folder, first, "bfloat16"), logits_of(folder, second, "bfloat16"))
+    first, second = load(folder, "lossless"), load(folder, "lossless")
     assert len(files() - before) == 1
-    monkeypatch.undo()
+    assert torch.equal(logits_of(folder, first, "bfloat16"), logits_of(folder, second, "bfloat16"))
     others = load(folder, "auto")
     assert len(files() - before) == 2
     assert torch.equal(logits_of(folder, first, "bfloat16"), logits_of(folder, others, "bfloat16"))

@@ -51,9 +51,7 @@ class LinearWeight:
     quantized: QuantizedWeight | None = None
     """The weight as integers, if the checkpoint stores it so."""
     rounded_to: int | None = None
-    """Bits of the integers to which the platform rounds `weight` when it makes the linear, or `LOSSLESS_BITS`; None
-    keeps its dtype.
-    """
+    """Bits (`KeptBits`) in which the platform keeps `weight` when it makes the linear; None keeps its dtype."""
     activation: str = "silu"
     """The function of the gate, by its name in `ModelConfig.activation`."""
     gate_limit: float = 0.0
