@@ -65,7 +65,7 @@ def experts_of(model: Decoder, file: pathlib.Path) -> list[set[int]]:
     mapping = next(line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if str(file) in line)
     start = int(mapping.partition("-")[0], 16)
     found = []
-    for mlp in model.weights.layers[0].mlp.experts._kept:  # type: ignore[union-attr]
+    for mlp in model.weights.layers[0].mlp.experts.experts:  # type: ignore[union-attr]
         packed = [linear.packed for linear in (mlp.gated, mlp.down)]
         places = [(each.data_ptr() - start, each.data_ptr() - start + each.nbytes) for each in packed]
         found.append({page for first, end in places for page in range(first // HUGE_PAGE, (end - 1) // HUGE_PAGE + 1)})

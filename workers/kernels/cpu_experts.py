@@ -118,7 +118,8 @@ class FusedExperts:
         """`calls` are those of the two linears of each of the `experts`."""
         self.scales_inputs = scales_inputs
         self._run = library.manta_experts
-        self._kept = experts  # their memory is pointed to
+        self.experts = experts
+        """They are kept, because C++ has pointers to their memory."""
         self.inner = inner_width(experts[0])
         self.calls = (_Expert * len(experts))()
         """The experts' linears, for C++."""

@@ -28,8 +28,11 @@ def load_lookup(
     Integers are kept as such. A large table of them is unpacked row by row from the file, where the platform reads
     tables there.
     """
-    is_large = part.out_features * width >= LARGE_TABLE
-    if is_large and platform.reads_tables_in_files and (unpack := reader.unpack_rows(part, width)) is not None:
+    if (
+        is_large(part, width)
+        and platform.reads_tables_in_files
+        and (unpack := reader.unpack_rows(part, width)) is not None
+    ):
         return functools.partial(look_up_packed, unpack, dtype), None
     read = reader.read_table(part, width)
     if not isinstance(read, QuantizedWeight):
@@ -43,6 +46,11 @@ def load_lookup(
     )
     reader.checkpoint.release()
     return functools.partial(look_up_quantized, kept, dtype), None
+
+
+def is_large(part: WeightPart, width: int) -> bool:
+    """Returns whether a table of integers is too large to be kept beside the file."""
+    return part.out_features * width >= LARGE_TABLE
 
 
 def look_up(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
