@@ -175,7 +175,9 @@ class SpeculativeWorker:
     def _read(self, step: StepInput, drawn: Drawn) -> StepOutput:
         """Waits for the tokens of a step and adds the next drafts."""
         if self._num_quiet:
-            return self._count_quiet(drawn.result())
+            if step.is_decode:
+                return self._count_quiet(drawn.result())
+            self._end_quiet()  # the step was launched before the quiet ones began
         started = time.perf_counter()
         output = drawn.result()
         self._arrived_at = time.perf_counter()

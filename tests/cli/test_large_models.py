@@ -83,7 +83,11 @@ def test_check_names_what_the_model_takes_in_fewer_bits(
             "they take 96.79 GiB with weights: lossless, 65.48 GiB with weights: int8 and 36.60 GiB with weights: int4",
         ),
         (50, "they take 36.60 GiB with weights: int4"),
-        (20, "take a smaller model (this one takes 96.79 GiB with weights: lossless, 65.48 GiB with weights: int8 and"),
+        (
+            20,
+            "take a smaller model (this one takes 96.79 GiB with weights: lossless, 65.48 GiB with weights: int8 and "
+            "36.60 GiB with weights: int4)",
+        ),
     ],
 )
 def test_serve_names_the_weights_that_fit(

@@ -73,10 +73,13 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
 ) -> None:
     own = {"replicas": [{"replica_id": "own", "state": "RUNNING"}]}
     applications: dict[str, Any] = {ADDRESS: {"status": "RUNNING", "deployments": {LOADER: own}}}
-    started: list[str] = []
+    models = {f"{ADDRESS}.{name}": placed(name) for name in "ab"} | {f"{ADDRESS}.own": placed("own", num_threads=2)}
 
     def run_many(targets: list[Any], **_: Any) -> None:
-        started.extend(target.name for target in targets)
+        for target in targets:
+            if target.name not in models:
+                raise RuntimeError("Serve takes no application")
+            applications[target.name] = details(models[target.name], "DEPLOYING", ("STARTING",), by_loader=True)
 
     monkeypatch.setattr(loader_deployment, "serve_applications", lambda: applications)
     monkeypatch.setattr(loader_deployment.serve, "run_many", run_many)
@@ -92,12 +95,10 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
     for _ in range(2):
         await look()
     assert cores.num_released == 1, "a loader before it may have left the claim"
-    await deployed.deploy(placed("own", num_threads=2))
-    assert (cores.claimed, started) == ([], ["manta.own"])
+    await deployed.deploy(models["manta.own"])
+    assert (cores.claimed, [*applications]) == ([], [ADDRESS, "manta.own"])
     for name in ("a", "b"):
-        await deployed.deploy(placed(name))
-        await deployed.release_cores()
-        applications[f"manta.{name}"] = details(placed(name), "DEPLOYING", ("STARTING",), by_loader=True)
+        await deployed.deploy(models[f"manta.{name}"])
         await look()
     assert (cores.claimed, cores.num_released) == ([4, 4], 1)
 
@@ -110,6 +111,10 @@ async def test_the_loader_claims_before_the_first_and_gives_back_after_the_last(
     for _ in range(2):
         await look()
     assert cores.num_released == 2
+    with pytest.raises(RuntimeError, match="takes no application"):
+        await deployed.deploy(placed("refused"))
+    await deployed.release_cores()
+    assert (cores.claimed, cores.num_released) == ([4, 4, 4], 3)
 
 
 @async_test

@@ -27,12 +27,13 @@ def first_part(path: pathlib.Path) -> pathlib.Path:
     """Returns the first file of the model that a file belongs to, by its name; the file itself if it is alone. If only
     the file to which a link leads has such a name, that one's counts.
     """
+    given = path
     for _ in range(_MOST_LINKS):
         if _PART.fullmatch(path.name) or not path.is_symlink():
             break
         path = path.parent / path.readlink()
     found = _PART.fullmatch(path.name)
-    return path if found is None else path.with_name(_part_name(found[1], 1, int(found[3])))
+    return given if found is None else path.with_name(_part_name(found[1], 1, int(found[3])))
 
 
 def parts_of(path: pathlib.Path) -> list[pathlib.Path]:

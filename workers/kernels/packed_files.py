@@ -103,9 +103,11 @@ class MappedFile(NamedTuple):
         return sum(_resident(self.memory.address + at, size) for at, size in _runs(self.memory.expert_pages, 1))
 
     def is_intact(self, library: ctypes.CDLL, copy: int) -> bool:
-        """Returns whether a copy at an address has the experts that were written. Removes the file if not."""
-        pages = self.memory.expert_pages
-        if _compare(library, copy, self.sums, pages, 1):
+        """Returns whether a copy at an address has the experts that were written. Removes the file if not. Each call of
+        the kernels has one page, for which they need no other threads: a step may be running.
+        """
+        pages = [at + page for at, size in _runs(self.memory.expert_pages, 1) for page in range(0, size, HUGE_PAGE)]
+        if all(_has_checksum(library, copy, self.sums, page) for page in pages):
             return True
         logger.error(
             "%s is damaged and is removed; answers since the start may be wrong: restart the engine", self.path
@@ -250,6 +252,12 @@ def _compare(library: ctypes.CDLL, address: int, sums: bytes, pages: bytes, kind
     return True
 
 
+def _has_checksum(library: ctypes.CDLL, address: int, sums: bytes, page: int) -> bool:
+    """Returns whether the huge page that begins `page` bytes after an address has its checksum."""
+    first = page // HUGE_PAGE * _CHECKSUM_BYTES
+    return _checksums(library, address + page, HUGE_PAGE) == sums[first : first + _CHECKSUM_BYTES]
+
+
 def _checksums(library: ctypes.CDLL, address: int, num_bytes: int) -> bytes | None:
     """Returns the checksums of mapped huge pages; None if one cannot be read."""
     sums = (ctypes.c_uint64 * (num_bytes // HUGE_PAGE))()
@@ -276,7 +284,7 @@ def _resident(address: int, num_bytes: int) -> int:
     pages = (ctypes.c_uint8 * (num_bytes // mmap.PAGESIZE))()
     if _system().mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) != 0:
         return 0
-    return sum(bytes(pages).translate(_LOWEST_BIT)) * mmap.PAGESIZE
+    return bytes(pages).translate(_LOWEST_BIT).count(1) * mmap.PAGESIZE
 
 
 def _mark(name: str, num_bytes: int, table: bytes) -> bytes:

@@ -73,4 +73,4 @@ class QuantizedWeight:
         weight = grouped.view(self.values.shape).to(dtype)
         if self.input_order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.input_order, weight)
+        return torch.empty_like(weight).index_copy_(1, self.input_order.to(weight.device), weight)

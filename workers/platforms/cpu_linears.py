@@ -125,7 +125,9 @@ class CpuSharedLinears:
         return self._weights.takes_memory
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        place = self._weights.place_expert if weight.is_expert else self._weights.place
+        # To place exceptions their number is read from the rest, so experts without loss would not stay unread
+        is_unread = weight.is_expert and weight.rounded_to != LOSSLESS_BITS
+        place = self._weights.place_expert if is_unread else self._weights.place
         return make_linear(weight, place, self._weights.fact)
 
 

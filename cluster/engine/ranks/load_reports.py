@@ -22,6 +22,8 @@ logger = logger_of(__name__)
 
 REPORT_S = 0.25
 """Default of the seconds between two reports. A load that is shorter makes none."""
+LAST_REPORT_S = 5.0
+"""Longest wait at the end of a load for a report that the GCS does not take."""
 _NAMESPACE = "manta-loads"
 _KEY: contextvars.ContextVar[str] = contextvars.ContextVar("load_report", default="")
 # msgspec (0.22) describes a type when it is first used. Two threads that do so at the same time end the process.
@@ -56,7 +58,7 @@ def reported(key: str, report_s: float = REPORT_S) -> Iterator[None]:
     finally:
         _KEY.reset(token)
         is_over.set()
-        thread.join()
+        thread.join(LAST_REPORT_S)
 
 
 def _report(key: str, report_s: float, is_over: threading.Event) -> None:

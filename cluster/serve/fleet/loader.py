@@ -302,6 +302,8 @@ class Loader:
                     await self._deployments.release_cores()
             except Exception as error:  # Ray's store may be restarting, and Ray raises many types
                 logger.warning("the cores of models on demand are not given back yet: %s", in_words(error))
+                await self._wait_for_news(keep_s)
+                return
             await self._wait_for_news(None if retry_s is None else retry_s - keep_s)
 
     @property

@@ -43,6 +43,7 @@ from manta.cluster.serve.scaling.cluster_state import is_removed
 from manta.cluster.serve.starting import warm_process
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import in_words, told_in_words
+from manta.structured.host import num_cores
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -65,8 +66,6 @@ class DeployedModels:
         self._cores = cores
         self._may_hold_cores = True
         """Whether cores may be claimed. A loader before this one may have claimed them."""
-        self._shares_cores = False
-        """Whether there were applications whose engines share them, as Serve told last."""
         self._own_id = own_id
         self._handles: dict[str, Any] = {}
         """Handles of the deployments whose replicas use models, by name."""
@@ -81,7 +80,6 @@ class DeployedModels:
         if own is None or own["status"] == ApplicationStatus.DELETING or not is_in_charge(own, self._own_id):
             return Told([], frozenset(), is_in_charge=False)
         self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
-        self._shares_cores = any(map(self._may_share, applications.items()))
         # Another application with a name of a model that is loaded hides none, or nobody would count or unload that.
         by_loader = [name for name in applications if name.startswith(f"{self._address}.")]
         return Told(models_among(applications, self._address, by_loader), leaving_among(applications, self._address))
@@ -99,14 +97,17 @@ class DeployedModels:
     async def deploy(self, model: ServedModel) -> None:
         name = application_name(self._address, model.model_name)
         if shares_cores(model):
-            self._may_hold_cores = self._shares_cores = True
+            self._may_hold_cores = True
             await asyncio.to_thread(self._cores.claim, model.engine.num_threads or 1)
         made = model_application(model, self._address, by_loader=True)
         target = serve.RunTarget(made, name, None, LoggingConfig(enable_access_log=False))
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
 
     async def release_cores(self) -> None:
-        if self._may_hold_cores and not self._shares_cores:
+        if not self._may_hold_cores:
+            return
+        applications = await asyncio.to_thread(serve_applications)  # one that was refused is not among them
+        if not any(map(self._may_share, applications.items())):
             await asyncio.to_thread(self._cores.release)
             self._may_hold_cores = False
 
@@ -121,7 +122,10 @@ class DeployedModels:
 
     async def delete(self, application: str) -> None:
         await asyncio.to_thread(serve.delete, application, _blocking=False)
-        await asyncio.to_thread(forget_reports, application)
+        try:
+            await asyncio.to_thread(forget_reports, application)
+        except Exception as error:  # Ray's store may be restarting, and Ray raises many types
+            logger.info("what engines of %s reported stays: %s", application, in_words(error))
 
     async def idle_seconds(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -162,10 +166,12 @@ class DeployedModels:
         """Deletes the applications of all models that the loader has deployed, and forgets what operators have changed,
         because the application of their address ends.
         """
-        for each in models_among(await asyncio.to_thread(serve_applications), self._address):
-            if each.by_loader:
-                await self.delete(each.application)
-        await asyncio.to_thread(self._cores.release)
+        try:
+            for each in models_among(await asyncio.to_thread(serve_applications), self._address):
+                if each.by_loader:
+                    await self.delete(each.application)
+        finally:
+            await asyncio.to_thread(self._cores.release)
         await asyncio.to_thread(GcsChanges(self._address).clear)
 
 
@@ -175,7 +181,9 @@ def _bytes_of(engine: EngineConfig) -> tuple[int, int]:
 
 def _placed(entry: ServedModel, before: ServedModel | None) -> ServedModel:
     nodes = node_cpus()
-    placed = placed_model(entry, nodes)
+    # An own Ray counts more than the machine has, so that claims of models on demand find room beside others'
+    cores = [min(count, num_cores()) for count in nodes] if len(nodes) == 1 else nodes
+    placed = placed_model(entry, cores)
     if before is not None:
         check_continues(before.engine, placed.engine)
     check_room(placed.engine, entry.num_initial_engines, nodes)

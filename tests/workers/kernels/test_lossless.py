@@ -17,7 +17,7 @@ from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 
 pytestmark = pytest.mark.forms_in_turns
 
-ROWS = (1, 2, 4, 5, 6, 7, 12, 13, 16, 17, 31, 32, 33, 97, 140, 400)
+ROWS = (1, 4, 5, 6, 7, 13, 16, 17, 32, 33, 140, 400)
 """One row, blocks of few, whole and partial tiles, and enough to be shared out."""
 
 
@@ -53,7 +53,7 @@ def weights_seen(linear: PackedLinear, num_rows: int) -> torch.Tensor:
     return torch.cat([linear.forward(rows) for rows in ones.split(num_rows)]).T
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 6, 16, 40, 160])
+@pytest.mark.parametrize("num_rows", [1, 6, 16, 40, 160])
 def test_every_weight_is_what_it_was(form: str, num_rows: int) -> None:
     weight = odd_weights()
     seen = weights_seen(kept(weight), num_rows)
@@ -83,7 +83,7 @@ def test_random_bits(name: str) -> None:
 
 
 @pytest.mark.axes_in_turns
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (200, 96), (1152, 896), (70, 2048), (33, 40)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (200, 96), (70, 608), (33, 40)])
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 def test_products_have_the_bits_of_plain_weights(
     form: str, out_features: int, in_features: int, gate: str | None
@@ -105,9 +105,9 @@ def test_products_have_the_bits_of_plain_weights(
 @pytest.mark.parametrize("name", COMPILED)
 def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
     with in_form(name):
-        linear = kept(torch.randn(500, 320).bfloat16())
-        for num_rows in (1, 9, 40, 700):
-            x = torch.randn(num_rows, 320).bfloat16()
+        linear = kept(torch.randn(300, 96).bfloat16())
+        for num_rows in (1, 9, 40, 400):
+            x = torch.randn(num_rows, 96).bfloat16()
             results = []
             for num_threads in (1, 2, 7):
                 with threads(num_threads):

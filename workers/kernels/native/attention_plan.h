@@ -48,7 +48,7 @@ constexpr int LONG_CONTEXT = 4096;  // keys from which a prefill tile may have m
 constexpr int LONG_TILE_ROWS = 384;  // the most; what they gather stays in the second-level cache
 constexpr int TILES_PER_THREAD = 16;  // with fewer tiles than this, larger ones would leave threads waiting in the end
 constexpr int FEW_TILES_PER_THREAD = 4;  // with fewer tiles than this over a long context, the context is split too
-constexpr int64_t SPLIT_FLOATS_PER_THREAD = 1 << 22;  // the most partial results of a tile's splits
+constexpr int64_t SPLIT_FLOATS_PER_THREAD = 1 << 22;  // of a call: the most partial results with those of its tiles
 constexpr int SHARED_ROWS = 256;  // rows of a unit over a shared prefix
 constexpr int FEW_SHARED_ROWS = 64;  // with fewer rows, packing a shared prefix hardly pays
 constexpr int KV_RUN_BYTES = 512;  // of one token's heads that are read together, so that the prefetcher sees runs
@@ -155,7 +155,8 @@ class Plan {
         const int64_t all_floats = splits_of(0, int(context)) * all_rows * (width_ + 2);
         const int64_t num_tiles = ((rows - 1) / TILE_QUERY_ROWS + 1) * call.num_kv_heads;
         const bool has_few_tiles = num_tiles < FEW_TILES_PER_THREAD * threads;
-        const bool splits = threads > 1 && has_few_tiles && all_floats <= SPLIT_FLOATS_PER_THREAD * threads;
+        const bool has_room = int64_t(floats) + all_floats <= SPLIT_FLOATS_PER_THREAD * threads;
+        const bool splits = threads > 1 && has_few_tiles && has_room;
         if (threads == 1 || splits) return {even_tile(length, tokens_of_rows(LONG_TILE_ROWS)), splits};
         int tile_rows = TILE_QUERY_ROWS;
         while (tile_rows < LONG_TILE_ROWS && all_rows / (2 * tile_rows) >= TILES_PER_THREAD * threads) tile_rows *= 2;

@@ -182,6 +182,6 @@ inline void Lossless::decode(int64_t first, int64_t end, bf16* to, bool fetches)
             decoder.write(from, to + i);
         }
         for (uint32_t i = starts[chunk]; i < starts[chunk + 1]; i++)
-            to[exceptions[i] >> 16].bits = uint16_t(exceptions[i]);
+            to[(exceptions[i] >> 16) % LOSSLESS_CHUNK].bits = uint16_t(exceptions[i]);
     }
 }
