@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from manta.workers.checkpoints.gguf_file import gguf_folder
+from manta.workers.checkpoints.gguf_parts import models_in
 from manta.workers.checkpoints.memory import GGUF_INDEX, gguf_cache
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.models.model_config import ModelError
@@ -44,6 +45,11 @@ def test_links_to_the_files_of_a_model_are_followed(tmp_path: pathlib.Path) -> N
     named = tmp_path / "current.gguf"
     named.symlink_to(tmp_path / "again.gguf")
     (tmp_path / "again.gguf").symlink_to(links[1])
+    alone = tmp_path / "models"
+    alone.mkdir()
+    for name in ("mine.gguf", "yours.gguf"):
+        (alone / name).symlink_to(f"../blobs/{0:064}")
+    assert models_in(alone) == [alone / "mine.gguf", alone / "yours.gguf"], "names of links are names of models"
     (folder,) = {resolve_model_folder(str(path)) for path in (*links, snapshot, named)}
     index = json.loads((folder / GGUF_INDEX).read_text())
     assert [*index["files"]] == [str(path) for path in sorted(blobs.iterdir())], "another target is another model"
