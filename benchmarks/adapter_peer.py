@@ -25,7 +25,7 @@ MAX_MODEL_LEN = 512
 
 
 class Asked(NamedTuple):
-    """What the rows of a step have."""
+    """The adapters of the rows of a step."""
 
     what: str
     adapters: list[str]

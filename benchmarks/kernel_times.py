@@ -3,7 +3,8 @@
 Each line alternates the two in one process and prints medians and their ratio (above 1: the kernel is faster), for
 decode attention, linears and experts also how much of its time the hardware alone would need: to read the bytes at the
 bandwidth of a plain sum, or to multiply at the rate of torch's largest product. Linears stand against oneDNN's, with
-weights in oneDNN's own layout, and experts in one call against one after the other. Figures of shared machines are
+weights in oneDNN's own layout, experts in one call against one after the other, and bfloat16 weights in 12 bits against
+plain ones. Figures of shared machines are
 noisy: take the ratios.
 
 A rounded KV cache stands against that of twice as many bits. A token's key and value of a head of 64 numbers take 256
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.floors import Shape, bytes_of
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kept_weights import LOSSLESS_BITS
 from manta.workers.kernels import cpu, cpu_experts, kv_cache, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
@@ -54,6 +56,7 @@ EXPERTS, CHOSEN, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
 """Experts of a layer of Qwen3-30B-A3B, of which a token chooses some, and their widths."""
 GATED, DOWN = (2 * EXPERT_INNER, EXPERT_HIDDEN), (EXPERT_HIDDEN, EXPERT_INNER)
 """Outputs and inputs of an expert's linears."""
+LOSSLESS_ROWS = (1, 4, 6, 8, 16, 32, 64, 512)
 CACHES = (("int8", "bfloat16"), ("int4", "int8"))
 """Dtypes of KV caches, each beside that of twice as many bits."""
 STEP_ROWS = 32
@@ -232,6 +235,20 @@ def linear_rows(seconds: float, bandwidth: float, rate: float) -> None:
             report(f"{name} {rows} x {in_features}", alternate(in_turn(ours, x), in_turn(theirs, x), seconds), floor)
 
 
+def lossless_rows(seconds: float, bandwidth: float, rate: float) -> None:
+    """bfloat16 weights in 12 bits, with plain ones in the place of torch."""
+    print(f"{'':36}{'kernel ms':>10}{'plain ms':>10}{'ratio':>8}{'of floor':>9}")
+    for name, (out_features, in_features) in {**LINEARS, "gate and up": (2 * INTERMEDIATE, HIDDEN)}.items():
+        size, is_gated = out_features * in_features, name == "gate and up"
+        weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(max(2, COLD_BYTES // (2 * size)))]
+        make = functools.partial(make_cpu_gated_linear if is_gated else make_cpu_linear, bias=None)
+        ours, plain = ([make(weight, lossless=each) for weight in weights] for each in (True, False))
+        for rows in LOSSLESS_ROWS:
+            x = torch.randn(rows, in_features).bfloat16()
+            floor = max(size * bytes_of(LOSSLESS_BITS) / bandwidth, 2 * rows * size / rate)
+            report(f"{name} {rows} x {in_features}", alternate(in_turn(ours, x), in_turn(plain, x), seconds), floor)
+
+
 def expert_rows(seconds: float, bandwidth: float, rate: float) -> None:
     """A layer of experts in one call, with one expert after the other in the place of torch."""
     print(f"{'':36}{'kernel ms':>10}{'loop ms':>10}{'ratio':>8}{'of floor':>9}")
@@ -271,6 +288,7 @@ PARTS = {
     "steps": step_rows,
     "attention": attention_rows,
     "linears": linear_rows,
+    "lossless": lossless_rows,
     "experts": expert_rows,
 }
 

@@ -163,6 +163,11 @@ def _propose_behind(proposer: Proposer, requests: Sequence[DraftRequest]) -> dic
     return drafts
 
 
+def _num_sequences(step: StepInput, output: StepOutput) -> int:
+    """Returns how many sequences a step computed. Where drafts that it assumes were rejected, one draws nothing."""
+    return len(step.scheduled if step.assumes_drafts else output.token_ids)
+
+
 class ProposerChain:
     """Asks the proposers in order, after each step, about the sequences that gained tokens and have not ended.
 
@@ -247,8 +252,7 @@ class ProposerChain:
         """Counts the time of a step since the end of the last `propose`. If the caller `has_paused` while the device
         computed, the step is not compared with others.
         """
-        # Where drafts that the step assumes were rejected, a sequence draws nothing
-        num_sequences = len(step.scheduled if step.assumes_drafts else output.token_ids)
+        num_sequences = _num_sequences(step, output)
         if self.costs is None or not num_sequences or not self.proposers:
             return
         self._clock += seconds
@@ -290,7 +294,7 @@ class ProposerChain:
             return
         if self._untried:
             self._learn_untried(output)
-        num_sequences = len(output.token_ids)
+        num_sequences = _num_sequences(step, output)
         if self._looked or self._predicted:
             self._learn(step, output)
         if num_sequences:
@@ -366,10 +370,12 @@ class ProposerChain:
             if self.run_ahead.is_due():
                 if self.costs is None:
                     self._learn(step, output)
-                self._decide_ahead(self.run_ahead, output, all_requests)
+                self._decide_ahead(self.run_ahead, _num_sequences(step, output), output, all_requests)
             output.drafts_ahead = self.run_ahead.is_ahead
 
-    def _decide_ahead(self, run_ahead: RunAhead, output: StepOutput, requests: list[DraftRequest]) -> None:
+    def _decide_ahead(
+        self, run_ahead: RunAhead, num_sequences: int, output: StepOutput, requests: list[DraftRequest]
+    ) -> None:
         """Decides by the drafts of a step's output whether steps are planned ahead of drafts. No sequence counts as
         better than the mean of all: twenty drafts that were all accepted may have been luck.
         """
@@ -381,7 +387,7 @@ class ProposerChain:
             record = self._records[name]
             means = record.means(requests[row].sequence_id for row in rows)
             acceptance[rows] = np.minimum(means, record.overall_mean)
-        run_ahead.decide(acceptance, counts)
+        run_ahead.decide(num_sequences, acceptance, counts)
 
     def _ask(self, proposer: Proposer, asked: list[DraftRequest], load: Load) -> dict[int, list[int]]:
         if self.costs is None:

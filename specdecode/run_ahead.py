@@ -41,22 +41,23 @@ def gained(acceptance: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def gained_ahead(acceptance: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns the same for steps that are planned ahead, in the mean of many.
 
-    A sequence has three kinds of steps. Its drafts are informed if all tokens before them were known. They are guessed
-    if they follow a token that the proposer guessed: then they are right only if that is. A step behind a rejected
-    draft yields nothing, and informed drafts follow it. All drafts of an informed step are accepted with probability
-    `acceptance ** counts`, and guessed ones with one power more.
+    A sequence has four kinds of steps. Its drafts are informed if all tokens before them were known. The step behind
+    these was launched before anything could be proposed for it, so it is plain and yields one token if they are all
+    accepted. From then on drafts are guessed: they follow a token that the proposer guessed, and are right only if that
+    is. A step behind a rejected draft yields nothing, and informed drafts follow it. All drafts of an informed step are
+    accepted with probability `acceptance ** counts`, and guessed ones with one power more.
     """
     chances = np.minimum(acceptance, 1 - 1e-9)
     whole = chances**counts
-    guessed = whole / (1 - chances * whole)  # for each informed step; there are as many that yield nothing
+    guessed = whole / (1 - chances * whole)  # for each informed step; `whole` plain ones, and one that yields nothing
     informed_yield = gained(acceptance, counts)
     guessed_yield = chances * informed_yield + 1 - chances
-    mean = (informed_yield + guessed * guessed_yield) / (2 + guessed)
+    mean = (informed_yield + whole + guessed * guessed_yield) / (2 + whole + guessed)
     return np.where(counts > 0, mean, 1.0)
 
 
 class _Gaps:
-    """What planning ahead would save at one load."""
+    """The savings of planning ahead at one load."""
 
     def __init__(self) -> None:
         self.shares: collections.deque[float] = collections.deque(maxlen=NUM_TIMED)
@@ -88,13 +89,13 @@ class RunAhead:
         self._num_steps += 1
         return self._num_steps % DECIDED_EVERY == 0
 
-    def decide(self, acceptance: np.ndarray, counts: np.ndarray) -> None:
-        """Decides whether the next steps are planned ahead. They have `counts` drafts, int [n], of sequences whose
-        drafts are accepted with the probabilities `acceptance`, float [n].
+    def decide(self, num_sequences: int, acceptance: np.ndarray, counts: np.ndarray) -> None:
+        """Decides whether the next steps, of `num_sequences`, are planned ahead. Some of these have `counts` drafts,
+        int [n], which are accepted with the probabilities `acceptance`, float [n].
         """
         if not len(counts):
             return
-        gaps = self._of(len(counts))
+        gaps = self._of(num_sequences)
         gaps.num_untimed += 1
         if len(gaps.shares) < LEAST_TIMED or gaps.num_untimed > TIMED_EVERY // DECIDED_EVERY:
             self.is_ahead = False

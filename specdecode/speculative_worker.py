@@ -62,6 +62,8 @@ class SpeculativeWorker:
         self.chain = ProposerChain(
             proposers, sequences.sampling, speculative.max_draft_tokens, self.info.max_model_len, costs
         )
+        if target.runs_ahead:
+            self.chain.run_ahead = RunAhead()
         self._step: StepInput | None = None
         """The last executed step."""
         self._seconds = 0.0
@@ -161,8 +163,6 @@ class SpeculativeWorker:
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         """Draws like `sample`, without waiting for the device. Requires a target that `runs_ahead`."""
         started = time.perf_counter()
-        if self.chain.run_ahead is None:
-            self.chain.run_ahead = RunAhead()
         drawn = cast(RunAheadWorker, self.target).draw(masks)
         if not self._num_quiet:
             self._count(started)

@@ -49,7 +49,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quality.
     `dense` keeps all weights in `dtype`, also those of a quantised checkpoint, and rounds no activations.
     `lossless` keeps bfloat16 weights in 12 bits each on a CPU, and gives the tokens of `auto`: from three quarters of
-    the bytes, so that steps of few sequences are faster. Steps of more than six take longer.
+    the bytes, so that steps of few sequences are faster where reading the weights is the limit. Steps of more than six
+    take longer.
     """
     exact: bool = False
     """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels. Batch,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from manta.cluster.chat.argument_forms import (
     NUMBER,
@@ -49,6 +49,16 @@ FREE_KEY = r"[a-zA-Z0-9_]{1,64}"
 
 class NotCarried(ValueError):
     """The format cannot carry a demand of the schema; the message names the demand."""
+
+
+class Members(NamedTuple):
+    """The keys of an object by its schema."""
+
+    named: dict[str, Any]
+    """The schemas of the keys that `properties` or `required` name, in their order."""
+    required: frozenset[str]
+    more: Any
+    """The schema of further keys; False if there may be none, or if patterns say which."""
 
 
 class ArgumentRules:
@@ -81,24 +91,32 @@ class ArgumentRules:
         if not isinstance(root, dict):
             root = {}
             self._cannot("a schema of the arguments that is no object")
-        for name in sorted(assertions(root) - OF_OBJECT):
-            self._cannot(f"the keyword {name} of the whole object")
-        named = dict(root.get("properties") or {})
-        required = [name for name in root.get("required") or [] if isinstance(name, str)]
-        more = root.get("additionalProperties", not (self._closes and named))
-        named |= {name: more for name in required if name not in named}
+        self._check_keywords(root)
+        members = self._members(root)
         parts = []
-        for index, (key, schema) in enumerate(named.items()):
-            if schema is False and key not in required:
+        for index, (key, schema) in enumerate(members.named.items()):
+            if schema is False and key not in members.required:
                 continue
             rule = self._argument(index, key, schema)
             if rule is not None:
-                parts.append((rule, key in required))
+                parts.append((rule, key in members.required))
         extra = None
-        if more is not False and "patternProperties" not in root:
-            extra = self._additional(len(named), list(named), more)
+        if members.more is not False:
+            extra = self._additional(len(members.named), list(members.named), members.more)
         self._rules.insert(0, f"{self._prefix}: {self._sequence(parts, extra)}")
         return self._rules
+
+    def _check_keywords(self, root: dict[str, Any]) -> None:
+        for name in sorted(assertions(root) - OF_OBJECT):
+            self._cannot(f"the keyword {name} of the whole object")
+
+    def _members(self, schema: dict[str, Any]) -> Members:
+        """Returns what an object of a schema may and must hold."""
+        named = dict(schema.get("properties") or {})
+        required = frozenset(name for name in schema.get("required") or [] if isinstance(name, str))
+        more = schema.get("additionalProperties", not (self._closes and named))
+        named |= {name: more for name in schema.get("required") or [] if name in required - named.keys()}
+        return Members(named, required, False if "patternProperties" in schema else more)
 
     def _cannot(self, what: str) -> None:
         if not self._is_lenient:

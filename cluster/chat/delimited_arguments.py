@@ -22,8 +22,9 @@ class DelimitedArguments:
         self._held = ""
         """The key, literal or mark under way, or the end of a string that may be a part of its mark."""
         self._state = "start"
-        """What comes next: `start` is the object's bracket, `first` and `next` a key or an item, `value` a key's value.
-        `string` and `quoted_key` are texts between marks, `colon` follows such a key, `end` a value.
+        """The place in the syntax. At `start` the reader expects the object's bracket, at `first` and `next` a key or
+        an item, at `value` a key's value, at `colon` the colon after a key in quotes, and at `end` a comma or bracket.
+        In `string` and `quoted_key` it is between two marks.
         """
 
     def read(self, character: str) -> str:

@@ -152,12 +152,9 @@ class DelimitedRules(ArgumentRules):
         self._rules.append(f'{name}: "[" {items if low else f"({items})?"} "]"')
 
     def _write_object(self, name: str, schema: dict[str, Any], key: str) -> None:
-        for keyword in sorted(assertions(schema) - OF_OBJECT) if name == self._prefix else []:
-            self._cannot(f"the keyword {keyword} of the whole object")
-        named = dict(schema.get("properties") or {})
-        required = [each for each in schema.get("required") or [] if isinstance(each, str)]
-        more = schema.get("additionalProperties", not (self._closes and named))
-        named |= {each: more for each in required if each not in named}
+        if name == self._prefix:
+            self._check_keywords(schema)
+        named, required, more = self._members(schema)
         parts = []
         for index, (each, of_value) in enumerate(named.items()):
             if of_value is False and each not in required:
@@ -169,7 +166,7 @@ class DelimitedRules(ArgumentRules):
             self._rules.append(f"{name}_{index}: {literal(f'{each}:', self._token_id)} {value}")
             parts.append((f"{name}_{index}", each in required))
         extra = None
-        if more is not False and "patternProperties" not in schema:
+        if more is not False:
             extra, free = f"{name}_{len(named)}", f"KEY_{name.upper()}"
             excluded = "".join(f" & ~/{escaped(each)}:/" for each in named if self._is_writable(each))
             self._rules.append(f"{free}: /{FREE_KEY}:/{excluded}")

@@ -49,7 +49,7 @@ space at its end, which reveals such a template.
 
 
 _UNKNOWN_FORMAT = "the format of calls of this model's chat template, which is none of those known here"
-"""What is said to be not enforced if calls are read in another format than the model was trained on."""
+"""A response names this as not enforced if calls are read in another format than the model was trained on."""
 
 
 class Conversation(Protocol):

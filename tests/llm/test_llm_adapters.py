@@ -239,6 +239,21 @@ OF_EXPERTS = dict(zip(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), ("w1", 
 """llama.cpp's names of a layer's experts, and Mixtral's."""
 
 
+def expected_of_written(
+    writer: gguf.GGUFWriter, base: pathlib.Path, adapter: pathlib.Path, at: pathlib.Path
+) -> list[list[int]]:
+    """Writes a GGUF adapter. Returns the tokens of the model that the same adapter of PEFT is merged into, at a new
+    path, and those of the base model, which differ.
+    """
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in (merged(base, adapter, at), base)]
+    assert expected[0] != expected[1]
+    return expected
+
+
 def test_a_file_of_llamacpps_converter_changes_experts(tmp_path: pathlib.Path) -> None:
     """Over the checkpoint and over a GGUF file of it. The tensor of each half has all experts of a layer."""
     base = checkpoint("mixtral")
@@ -253,13 +268,7 @@ def test_a_file_of_llamacpps_converter_changes_experts(tmp_path: pathlib.Path) -
         of_all = torch.stack([halves[name.replace("experts.0", f"experts.{expert}")] for expert in range(4)])
         stored = next(each for each, own in OF_EXPERTS.items() if own == module)
         writer.add_tensor(f"blk.{layer}.{stored}.weight.{half}", of_all.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    models = merged(base, adapter, tmp_path / "merged"), base
-    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
-    assert expected[0] != expected[1]
+    expected = expected_of_written(writer, base, adapter, tmp_path / "merged")
     for model in (base, convert(base, tmp_path / "base.gguf")):
         llm = LLM(str(model), dtype="float32", num_threads=1, adapters={"file": str(file), "saved": str(adapter)})
         assert tokens(llm, ["file", "saved", ""]) == [expected[0], *expected]
@@ -332,13 +341,7 @@ def test_files_of_llamacpps_converter_for_other_mixers(case: str, tmp_path: path
         converted = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
         assert converted is not None, module
         writer.add_tensor(f"{converted}.{half.lower()}", rows)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    models = merged(base, adapter, tmp_path / "merged"), base
-    expected = [reference_greedy(model, PROMPT, NUM_TOKENS) for model in models]
-    assert expected[0] != expected[1]
+    expected = expected_of_written(writer, base, adapter, tmp_path / "merged")
     named = {"file": str(tmp_path / "adapter.gguf"), "saved": str(adapter)}
     for model in (base, convert(base, tmp_path / "base.gguf")):
         llm = LLM(str(model), dtype="float32", num_threads=1, adapters=named)

@@ -29,6 +29,7 @@ class Device:
 
     draft = None
     info = Info()
+    runs_ahead = False
 
     def __init__(self) -> None:
         self.now = 0.0

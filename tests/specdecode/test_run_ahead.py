@@ -9,21 +9,29 @@ from manta.specdecode.run_ahead import DECIDED_EVERY, LEAST_TIMED, TIMED_EVERY, 
 
 
 def simulated(acceptance: float, count: int, is_ahead: bool, num_steps: int = 4000) -> float:
-    """Tokens a step of one sequence, token by token: whether the proposer knows each next one is drawn at random."""
-    noise, num_tokens = np.random.default_rng(count), 0
-    is_right, is_overtaken = True, False
+    """Tokens a step of one sequence, token by token: whether the proposer knows each next one is drawn at random. If
+    steps are planned ahead, one with informed drafts is followed by a plain one, and one with a rejected draft by one
+    that yields nothing.
+    """
+    noise, num_tokens, kind = np.random.default_rng(count), 0, "informed"
     for _ in range(num_steps):
-        if is_overtaken:
-            is_right, is_overtaken = True, False
-            continue
         knows = noise.random(count + 1) < acceptance
+        num_drafts = 0 if kind in ("plain", "nothing") else count
         accepted = 0
-        while is_right and accepted < count and knows[accepted]:
+        while kind != "wrong guess" and accepted < num_drafts and knows[accepted]:
             accepted += 1
-        num_tokens += accepted + 1
-        if is_ahead:
-            is_overtaken = accepted < count
-            is_right = bool(knows[count])  # it guesses the token behind the drafts
+        if kind != "nothing":
+            num_tokens += accepted + 1
+        if not is_ahead:
+            continue
+        if kind == "nothing":
+            kind = "informed"
+        elif accepted < num_drafts:
+            kind = "nothing"
+        elif kind == "informed":
+            kind = "plain"
+        else:  # the proposer guesses the token behind the drafts
+            kind = "right guess" if knows[count] else "wrong guess"
     return num_tokens / num_steps
 
 
@@ -41,7 +49,7 @@ def test_sequences_without_drafts_yield_one_token_either_way() -> None:
 
 
 def decision(run_ahead: RunAhead, acceptance: list[float], counts: list[int]) -> bool:
-    run_ahead.decide(np.array(acceptance), np.array(counts))
+    run_ahead.decide(len(counts), np.array(acceptance), np.array(counts))
     return run_ahead.is_ahead
 
 

@@ -75,7 +75,7 @@ DELTA = HYBRID | {
 MAMBA = {"state_size": 16, "intermediate_size": 128, "tie_word_embeddings": False}
 GEMMA_4 = {"head_dim": 32, "global_head_dim": 64, "sliding_window": 24}
 QWEN_EXPERTS = EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 64}
-LATENT = {
+LATENT_HEADS = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -83,6 +83,9 @@ LATENT = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 16,
     "head_dim": 8,
+}
+LATENT = {
+    **LATENT_HEADS,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
@@ -181,13 +184,7 @@ CASES = {
     "minicpm3": Case(
         "MiniCPM3Config",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 16,
-            "head_dim": 8,
+            **LATENT_HEADS,
             "scale_emb": 12.0,
             "scale_depth": 1.4,
             "dim_model_base": 256,

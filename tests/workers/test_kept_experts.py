@@ -60,6 +60,13 @@ def forget(path: pathlib.Path) -> None:
         pytest.skip(f"the system keeps {path} in its memory")
 
 
+def forgotten(cache: pathlib.Path) -> pathlib.Path:
+    """Returns the only file of a cache, which `forget` has dropped."""
+    (path,) = cache.iterdir()
+    forget(path)
+    return path
+
+
 def experts_of(model: Decoder, file: pathlib.Path) -> list[set[int]]:
     """Returns the huge pages of a file in which each expert of the first layer lies."""
     mapping = next(line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if str(file) in line)
@@ -86,8 +93,7 @@ def test_a_second_start_reads_no_experts_and_a_token_reads_its_own(
     cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path
 ) -> None:
     expected = keep(folder, idle)
-    (file,) = cache.iterdir()
-    forget(file)
+    file = forgotten(cache)
     model = load(folder)
     assert is_mapped(file)
     experts = experts_of(model, file)
@@ -112,8 +118,7 @@ def test_one_token_reads_as_many_experts_as_it_chooses(
     LLM(str(folder), **common)
     idle.run()
     gc.collect()  # nobody holds them any more
-    (file,) = cache.iterdir()
-    forget(file)
+    file = forgotten(cache)
     llm = LLM(str(folder), **common)
     after_start = huge_pages(resident(file))
     llm.generate([[5]], params, use_tqdm=False)
@@ -127,8 +132,7 @@ def test_experts_move_to_huge_pages_once_half_of_them_were_read(
     cache: pathlib.Path, idle: IdleWork, folder: pathlib.Path
 ) -> None:
     expected = keep(folder, idle)
-    (file,) = cache.iterdir()
-    forget(file)
+    file = forgotten(cache)
     model, before = load(folder), files()
     idle.run()
     assert is_mapped(file), "nobody has read any"

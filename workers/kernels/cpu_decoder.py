@@ -19,7 +19,7 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu import CACHE_DTYPES, HEAD_DIM_MULTIPLE, NO_WINDOW
 from manta.workers.kernels.cpu_linear import DTYPES, HasNative, LinearCall, NativeLinear
 from manta.workers.kernels.kept_memory import KeptMemory
-from manta.workers.kernels.layout import check, structure
+from manta.workers.kernels.layout import address_of, check, structure
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
@@ -160,8 +160,8 @@ class FusedLayers:
             attention, mlp = layer.mixer, layer.mlp
             assert isinstance(attention, AttentionWeights)
             assert place is not None
-            to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
-            to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)
+            to.input_norm, to.mlp_norm = address_of(layer.input_norm), address_of(layer.mlp_norm)
+            to.q_norm, to.k_norm = address_of(attention.q_norm), address_of(attention.k_norm)
             linears = {"qkv": attention.qkv, "attention_output": attention.output}
             if isinstance(mlp, ExpertsWeights):
                 assert mlp.in_one_call is not None
@@ -176,14 +176,14 @@ class FusedLayers:
                     self._raise_errors[native.raise_error] = None
                 if native.begin is not None:
                     self._begins[native.begin] = None
-            to.sinks = _address(attention.sinks)
+            to.sinks = address_of(attention.sinks)
             to.window = NO_WINDOW if window is None else window
             to.group = place.group
         norms = [*(layer.input_norm for layer in weights.layers), weights.final_norm]
         ends = [*(tap for tap in config.taps if 0 < tap < len(weights.layers)), len(weights.layers)]
-        self._parts = [(start, end, _address(norms[end])) for start, end in zip([0, *ends], ends, strict=False)]
+        self._parts = [(start, end, address_of(norms[end])) for start, end in zip([0, *ends], ends, strict=False)]
         """The first layer of each call, the one after its last, and the address of the norm after that."""
-        self._whole = [(0, len(weights.layers), _address(weights.final_norm))]
+        self._whole = [(0, len(weights.layers), address_of(weights.final_norm))]
         """The same for steps without taps."""
         self._kv_caches: KVCaches | None = None
         self._tables: RotaryTables | None = None
@@ -215,16 +215,16 @@ class FusedLayers:
         other_slots = _addresses([each.slot_mapping for each in metadata.other_groups])
         other_tables = _addresses([each.block_tables for each in metadata.other_groups])
         step = _Step(
-            _address(metadata.positions),
-            _address(metadata.slot_mapping),
-            _address(metadata.query_start),
-            _address(metadata.context_lens),
-            _address(metadata.block_tables),
+            address_of(metadata.positions),
+            address_of(metadata.slot_mapping),
+            address_of(metadata.query_start),
+            address_of(metadata.context_lens),
+            address_of(metadata.block_tables),
             None if other_slots is None else ctypes.addressof(other_slots),
             None if other_tables is None else ctypes.addressof(other_tables),
-            None if groups is None else _address(groups.group_start),
-            None if groups is None else _address(groups.members),
-            None if groups is None else _address(groups.prefix_lens),
+            None if groups is None else address_of(groups.group_start),
+            None if groups is None else address_of(groups.members),
+            None if groups is None else address_of(groups.prefix_lens),
             metadata.num_tokens,
             metadata.num_sequences,
             0 if groups is None else groups.num_groups,
@@ -282,10 +282,6 @@ def compile_decoder(weights: DecoderWeights, config: ModelConfig, exact: bool = 
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, ExpertsWeights)]
     return None if any(each.in_one_call is None for each in mixtures) else FusedLayers(weights, config, exact)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from manta.workers.kernels import build, layout
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kept_memory import KeptMemory
+from manta.workers.kernels.layout import address_of
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers by which the kernels know dtypes."""
@@ -196,8 +197,8 @@ class PackedLinear:
             DTYPES[self.dtype],
             x.data_ptr(),
             self.packed.data_ptr(),
-            _address(self.bias),
-            _address(self._exceptions),
+            address_of(self.bias),
+            address_of(self._exceptions),
             y.data_ptr(),
             x.numel() // self.in_features,
             self.in_features,
@@ -209,14 +210,10 @@ class PackedLinear:
     def native(self) -> NativeLinear:
         """The same linear, for C++ to call."""
         if self._state is None:  # callers keep its address
-            pointers = self.packed.data_ptr(), _address(self.bias), _address(self._exceptions)
+            pointers = self.packed.data_ptr(), address_of(self.bias), address_of(self._exceptions)
             sizes = self.in_features, self.out_features, self.gate
             self._state = _PackedLinear(*pointers, DTYPES[self.dtype], *sizes)
         return native_of(self._library, "packed_linear", self._state)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def native_of(library: ctypes.CDLL, name: str, state: Any) -> NativeLinear:

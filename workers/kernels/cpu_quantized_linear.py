@@ -26,6 +26,7 @@ from manta.workers.kernels.cpu_linear import (
     place_alone,
 )
 from manta.workers.kernels.kept_memory import KeptMemory
+from manta.workers.kernels.layout import address_of
 from manta.workers.kernels.quantized_reference import input_group
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 
@@ -96,8 +97,8 @@ class PackedQuantizedLinear:
         self._library.manta_pack_quantized(
             values.data_ptr(),
             scales.data_ptr(),
-            _address(offsets),
-            _address(self._codebook),
+            address_of(offsets),
+            address_of(self._codebook),
             packed.data_ptr(),
             self._bits,
             self.out_features,
@@ -129,9 +130,9 @@ class PackedQuantizedLinear:
             DTYPES[self.dtype],
             x.data_ptr(),
             self.packed.data_ptr(),
-            _address(self.bias),
-            _address(self._order),
-            _address(self._codebook),
+            address_of(self.bias),
+            address_of(self._order),
+            address_of(self._codebook),
             y.data_ptr(),
             x.numel() // self.in_features,
             *self._sizes,
@@ -141,13 +142,9 @@ class PackedQuantizedLinear:
     def native(self) -> NativeLinear:
         """The same linear, for C++ to call."""
         if self._state is None:  # callers keep its address
-            pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order), _address(self._codebook)
+            pointers = map(address_of, (self.packed, self.bias, self._order, self._codebook))
             self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
         return native_of(self._library, "quantized_linear", self._state)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def pack(

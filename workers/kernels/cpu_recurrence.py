@@ -15,6 +15,7 @@ import torch
 
 from manta.workers.kernels import build, convolution, cpu_products, layout, recurrence, recurrent_layer
 from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.kernels.layout import address_of
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.models.recurrent_shapes import DeltaShape
@@ -98,7 +99,7 @@ def recur(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) ->
     output = torch.empty_like(value)
     library.manta_recur(
         _Recurrence(
-            *map(_address, (query, key, value, log_decay, beta, inputs.rates, states, output)),
+            *map(address_of, (query, key, value, log_decay, beta, inputs.rates, states, output)),
             *_segments(step),
             len(step.reads),
             len(step.sequence_starts) - 1,
@@ -131,7 +132,7 @@ def convolve(
     output = torch.empty_like(x)
     library.manta_convolve(
         _Convolution(
-            *map(_address, (x, kernel, bias, states, output)),
+            *map(address_of, (x, kernel, bias, states, output)),
             *_segments(step),
             len(step.reads),
             len(step.sequence_starts) - 1,
@@ -162,7 +163,7 @@ def delta_step(
     output = projected.new_empty((num_rows, width))
     library.manta_delta_step(
         _DeltaStep(
-            *map(_address, (projected, *parts, output, step.reads, step.writes)),
+            *map(address_of, (projected, *parts, output, step.reads, step.writes)),
             DTYPES[projected.dtype],
             num_rows,
             shape.num_key_heads,
@@ -204,7 +205,7 @@ def gated_norm(
     x = x.contiguous()
     num_tokens, num_groups, size = x.shape
     output = x.new_empty((num_tokens, num_groups * size))
-    pointers = map(_address, (x, gate, weight, output))
+    pointers = map(address_of, (x, gate, weight, output))
     is_wide = weight.numel() != size
     sizes = num_tokens, num_groups, size, gate.stride(0)
     library.manta_gated_norm(_GatedNorm(*pointers, *sizes, gates_first, has_sigmoid, is_wide, eps))
@@ -282,7 +283,7 @@ def running_max(
         return recurrent_layer.running_max(numbers, log_decay, states, step)
     numbers, log_decay = numbers.contiguous(), log_decay.contiguous()
     output = torch.empty_like(numbers)
-    pointers = map(_address, (numbers, log_decay, states, output))
+    pointers = map(address_of, (numbers, log_decay, states, output))
     sizes = len(step.reads), len(step.sequence_starts) - 1, numbers.shape[1]
     library.manta_running_max(_RunningMax(*pointers, *_segments(step), *sizes))
     return output
@@ -307,14 +308,10 @@ def row_norm(
         return recurrent_layer.row_norm(x, squares, size, weight, eps)
     x = x.contiguous()
     output, (num_tokens, width) = torch.empty_like(x), x.shape
-    pointers = map(_address, (x, squares, weight, output))
+    pointers = map(address_of, (x, squares, weight, output))
     library.manta_row_norm(*pointers, num_tokens, width, size, eps)
     return output
 
 
 def _segments(step: RecurrentStep) -> list[int | None]:
-    return [_address(each) for each in (step.starts, step.reads, step.writes, step.sequence_starts)]
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return [address_of(each) for each in (step.starts, step.reads, step.writes, step.sequence_starts)]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 from typing import Any
 
+import torch
+
 
 def structure(name: str, pointers: str, integers: str = "", floats: str = "") -> type[Any]:
     """A ctypes structure of pointers, then ints, then floats. Each argument lists its fields' names, in order."""
@@ -25,3 +27,8 @@ def check(source: str, exported: Callable[[int], int], here: dict[str, int]) -> 
         there = exported(which)
         if there != value:
             raise RuntimeError(f"{name} is {there} in {source} and {value} in Python")
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Returns the address of a tensor's first element; None for none, which C++ sees as a null pointer."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,5 +1,5 @@
-"""What the loader of an address learns of its models and can do with them. `loader_deployment.py` implements it with
-Serve, and tests with a stand-in.
+"""The interface by which the loader of an address learns of its models and acts on them. `loader_deployment.py`
+implements it with Serve, and tests with a stand-in.
 """
 
 from __future__ import annotations

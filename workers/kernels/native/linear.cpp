@@ -11,7 +11,7 @@ constexpr int64_t SERIAL_PRODUCTS = 32 * 1024;  // below this, waking the other 
 
 // weight [out_features] rows of `bytes` -> strips of [units][32]
 static void pack(const char* weight, int32_t* packed, int out_features, int64_t bytes, int64_t units, bool gated) {
-    const int panels = (out_features + PANEL - 1) / PANEL;
+    const int panels = panels_of(out_features);
     ask_for_huge_pages(packed, panels * PANEL * units * 4);  // fewer page faults now, fewer TLB misses later
     parallel_for(2 * panels, false, [&](int64_t strip) {
         pack_strip(weight, packed + strip * units * STRIP, strip, out_features, bytes, units, gated);
@@ -24,7 +24,7 @@ static void multiply_by_vectors(const Product<T>& product, int threads, Shares& 
         return parallel(threads, [&](int thread) {
             const int64_t rows = product.num_rows;
             const VectorProduct<T> part(product.of_rows(rows * thread / threads, rows * (thread + 1) / threads));
-            Shares all((product.out_features + PANEL - 1) / PANEL, 1);
+            Shares all(panels_of(product.out_features), 1);
             part.by_blocks({all, 0}, true);
         });
     const VectorProduct<T> whole(product);
@@ -45,7 +45,7 @@ static void multiply_by_tiles(const Product<bf16>& product, int threads, Shares&
             const int64_t tiles = (product.num_rows + TILES_ROWS - 1) / TILES_ROWS;
             const int first = tiles * thread / threads * TILES_ROWS, end = tiles * (thread + 1) / threads * TILES_ROWS;
             const TileProduct part(product.of_rows(first, std::min(end, product.num_rows)));
-            Shares all((product.out_features + PANEL - 1) / PANEL, 1);
+            Shares all(panels_of(product.out_features), 1);
             part.by_tiles({all, 0}, true);
         } else if (product.num_rows > 16) {
             whole.by_tiles({shares, thread}, false);
@@ -58,7 +58,7 @@ static void multiply_by_tiles(const Product<bf16>& product, int threads, Shares&
 
 template <class T>
 static void multiply(const Product<T>& product) {
-    const int panels = (product.out_features + PANEL - 1) / PANEL;
+    const int panels = panels_of(product.out_features);
     const bool serial = (int64_t)product.num_rows * product.in_features * product.out_features < SERIAL_PRODUCTS;
     const int threads = serial ? 1 : max_threads();
     Shares shares(panels, threads);
@@ -87,16 +87,11 @@ struct PackedLinear {
     int dtype, in_features, out_features, gate;
 };
 
-static int padded_features(const PackedLinear& l) {
-    return (l.in_features + STEP - 1) / STEP * STEP;
-}
-
 template <class T>
 static VectorProduct<T> product_of(const PackedLinear& l, void* y, int num_rows) {
-    const int padded = padded_features(l);
+    const int padded = padded_inputs(l.in_features);
     Product<T> product{nullptr, (const T*)l.packed, (const T*)l.bias, (T*)y, num_rows, padded, l.out_features, l.gate};
-    const int64_t chunks = (int64_t)(l.out_features + PANEL - 1) / PANEL * 2 * (padded / STEP);
-    if (l.exceptions) product.lossless = Lossless(l.packed, l.exceptions, chunks);
+    if (l.exceptions) product.lossless = Lossless(l.packed, l.exceptions, chunks_of(l.out_features, l.in_features));
     return VectorProduct<T>(product);
 }
 
@@ -131,7 +126,7 @@ static void prepare(const void* self, const void* x, void* prepared, int row, in
 }
 
 static int num_panels(const void* self) {
-    return (((const PackedLinear*)self)->out_features + PANEL - 1) / PANEL;
+    return panels_of(((const PackedLinear*)self)->out_features);
 }
 
 static void multiply(const void* self, const void* prepared, void* products, int num_rows, int panel) {
@@ -167,7 +162,7 @@ extern "C" int manta_linear_layout(int which) {
 // half of out_features must be divisible by 16.
 extern "C" void manta_pack_linear(int dtype, const void* weight, void* packed, int out_features, int in_features,
                                   int gated) {
-    const int64_t padded = (in_features + STEP - 1) / STEP * STEP, size = dtype == 0 ? 4 : 2;
+    const int64_t padded = padded_inputs(in_features), size = dtype == 0 ? 4 : 2;
     pack((const char*)weight, (int32_t*)packed, out_features, in_features * size, padded * size / 4, gated != 0);
 }
 

@@ -31,6 +31,19 @@ static inline int64_t panel_size(int in_features) {
     return (int64_t)in_features * PANEL;
 }
 
+// The panels of a linear, its inputs with padding, and the chunks of lossless.h in all its strips
+static inline int panels_of(int out_features) {
+    return (out_features + PANEL - 1) / PANEL;
+}
+
+static inline int padded_inputs(int in_features) {
+    return (in_features + STEP - 1) / STEP * STEP;
+}
+
+static inline int64_t chunks_of(int out_features, int in_features) {
+    return int64_t(panels_of(out_features)) * 2 * (padded_inputs(in_features) / STEP);
+}
+
 static inline void ask_for_huge_pages(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t begin = ((uintptr_t)memory + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
@@ -75,11 +88,11 @@ struct Product {
     const T* input(int row) const { return x + (int64_t)row * in_features; }
 
     // Weights of a strip, of inputs [k, k + count): where they lie, or decoded to `room`. `k` is a multiple of STEP.
-    MANTA_INLINE const T* weights(int s, int k, int count, T* room, bool fetches) const {
+    MANTA_INLINE const T* weights(int s, int k, int count, T* room) const {
         if constexpr (PAIR == 2)
             if (lossless) {
                 const int64_t first = ((int64_t)s * in_features + k) / STEP;
-                lossless.decode(first, first + count / STEP, room, fetches);
+                lossless.decode(first, first + count / STEP, room);
                 return room;
             }
         return strip(s) + (int64_t)k * STRIP;

@@ -152,7 +152,7 @@ struct TileProduct : Product<bf16> {
         if (!lossless) return panel(p);
         bf16* const room = decoded_room(in_features, 2);
         for (int half = 0; half < 2; half++)
-            weights(2 * p + half, 0, in_features, room + (int64_t)half * in_features * STRIP, true);
+            weights(2 * p + half, 0, in_features, room + (int64_t)half * in_features * STRIP);
         return room;
     }
 
@@ -204,7 +204,7 @@ struct TileProduct : Product<bf16> {
         for (int step = pass.first_step; step < pass.end_step; step += pass.chunk_steps) {
             const int end = std::min(pass.end_step, step + pass.chunk_steps), later = step + AHEAD_STEPS;
             bf16* const room = lossless ? decoded_room(pass.chunk_steps * STEP, 1) : nullptr;
-            const bf16* const from = weights(strip, step * STEP, (end - step) * STEP, room, true);
+            const bf16* const from = weights(strip, step * STEP, (end - step) * STEP, room);
             const bf16* ahead = lossless               ? room
                                 : later < pass.end_step ? chunk(strip, later)
                                                         : chunk(strip + 1, pass.first_step + later - pass.end_step);

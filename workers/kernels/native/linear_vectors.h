@@ -204,7 +204,7 @@ struct VectorProduct : Product<T> {
             return;
         }
         alignas(64) T room[STRIPS * LOSSLESS_CHUNK];
-        for (int s = 0; s < STRIPS; s++) from.decode(chunks[s], chunks[s] + 1, room + s * LOSSLESS_CHUNK, true);
+        for (int s = 0; s < STRIPS; s++) from.decode(chunks[s], chunks[s] + 1, room + s * LOSSLESS_CHUNK);
         add([&](int s, int i, Ints* weights) __attribute__((always_inline)) {
             memcpy(weights, room + s * LOSSLESS_CHUNK + i * LOSSLESS_GROUP, 4 * sizeof(Ints));
         });
@@ -300,7 +300,7 @@ struct VectorProduct : Product<T> {
         alignas(64) T room[PAIR == 2 ? MOST * STRIP : 1];
         for (int k = 0; k < in_features; k += MOST) {
             const int steps = std::min(MOST, in_features - k);
-            const T* const weights = this->weights(strip, k, steps, room, true);
+            const T* const weights = this->weights(strip, k, steps, room);
             for (int column = 0; column < STRIP; column += WIDTH) {
                 const T* const from = weights + column * PAIR;
                 // The share of the next chunk that these outputs have in the strip

@@ -1,9 +1,6 @@
 // Packs bfloat16 weights without loss in 12 bits each, as lossless.h describes them. Called by cpu_linear.py.
 #include "lossless.h"
 
-#include <atomic>
-#include <vector>
-
 #include "strip_packing.h"
 
 static_assert(LOSSLESS_CHUNK == STEP * STRIP, "a chunk is STEP inputs of a strip");
@@ -71,19 +68,14 @@ struct Strips {
     int out_features, in_features;
     bool gated;
 
-    int64_t padded() const { return (int64_t(in_features) + STEP - 1) / STEP * STEP; }
-    int64_t count() const { return (out_features + PANEL - 1) / PANEL * 2; }
-    int64_t chunks_of_one() const { return padded() / STEP; }
-    int64_t chunks() const { return count() * chunks_of_one(); }
-
     // body(chunk, its weights)
     template <class Body>
     void for_each_chunk(const Body& body) const {
-        parallel_for(count(), false, [&](int64_t strip) {
-            uint16_t* const weights = of_thread<uint16_t, 9>(padded() * STRIP);
-            pack_strip(weight, (int32_t*)weights, strip, out_features, in_features * 2, padded() / 2, gated);
-            for (int64_t i = 0; i < chunks_of_one(); i++)
-                body(strip * chunks_of_one() + i, weights + i * LOSSLESS_CHUNK);
+        const int64_t padded = padded_inputs(in_features), chunks = padded / STEP;
+        parallel_for(2 * panels_of(out_features), false, [&](int64_t strip) {
+            uint16_t* const weights = of_thread<uint16_t, 9>(padded * STRIP);
+            pack_strip(weight, (int32_t*)weights, strip, out_features, in_features * 2, padded / 2, gated);
+            for (int64_t i = 0; i < chunks; i++) body(strip * chunks + i, weights + i * LOSSLESS_CHUNK);
         });
     }
 };
@@ -91,12 +83,12 @@ struct Strips {
 }  // namespace
 
 extern "C" int64_t manta_lossless_bytes(int out_features, int in_features) {
-    return Lossless::bytes(Strips{nullptr, out_features, in_features, false}.chunks());
+    return Lossless::bytes(chunks_of(out_features, in_features));
 }
 
 // The number of exceptions of a packed weight.
 extern "C" int64_t manta_count_exceptions(const void* packed, int out_features, int in_features) {
-    const int64_t chunks = Strips{nullptr, out_features, in_features, false}.chunks();
+    const int64_t chunks = chunks_of(out_features, in_features);
     return Lossless(packed, nullptr, chunks).starts[chunks];
 }
 
@@ -104,7 +96,7 @@ extern "C" int64_t manta_count_exceptions(const void* packed, int out_features, 
 // out_features must be divisible by 16.
 extern "C" void manta_pack_lossless(const void* weight, void* packed, int out_features, int in_features, int gated) {
     const Strips strips{(const char*)weight, out_features, in_features, gated != 0};
-    const int64_t chunks = strips.chunks();
+    const int64_t chunks = chunks_of(out_features, in_features);
     const Lossless to(packed, nullptr, chunks);
     ask_for_huge_pages(packed, Lossless::bytes(chunks));
     auto* const starts = (uint32_t*)to.starts;
@@ -123,7 +115,7 @@ extern "C" void manta_pack_lossless(const void* weight, void* packed, int out_fe
 extern "C" void manta_pack_exceptions(const void* weight, const void* packed, void* exceptions, int out_features,
                                       int in_features, int gated) {
     const Strips strips{(const char*)weight, out_features, in_features, gated != 0};
-    const Lossless from(packed, exceptions, strips.chunks());
+    const Lossless from(packed, exceptions, chunks_of(out_features, in_features));
     strips.for_each_chunk([&](int64_t chunk, const uint16_t* weights) {
         auto* to = (uint32_t*)exceptions + from.starts[chunk];
         if (from.starts[chunk] == from.starts[chunk + 1]) return;

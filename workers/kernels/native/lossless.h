@@ -48,8 +48,8 @@ struct Lossless {
         for (int line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(group + LOSSLESS_AHEAD + line, 0, 3);
     }
 
-    // Writes chunks [first, end) as they lie in a strip. Those behind them are fetched if `fetches`.
-    void decode(int64_t first, int64_t end, bf16* to, bool fetches) const;
+    // Writes chunks [first, end) as they lie in a strip, and fetches those behind them.
+    void decode(int64_t first, int64_t end, bf16* to) const;
 };
 
 // A group is 64 bytes of codes, then two halves of 64 bytes of signs and mantissas. The lower 4 bits of byte i are the
@@ -173,12 +173,12 @@ struct GroupDecoder {
 };
 #endif
 
-inline void Lossless::decode(int64_t first, int64_t end, bf16* to, bool fetches) const {
+inline void Lossless::decode(int64_t first, int64_t end, bf16* to) const {
     for (int64_t chunk = first; chunk < end; chunk++, to += LOSSLESS_CHUNK) {
         const uint8_t* from = codes + chunk * LOSSLESS_BYTES;
         const GroupDecoder decoder(bases[chunk]);
         for (int i = 0; i < LOSSLESS_CHUNK; i += LOSSLESS_GROUP, from += GROUP_BYTES) {
-            if (fetches) fetch(from);
+            fetch(from);
             decoder.write(from, to + i);
         }
         for (uint32_t i = starts[chunk]; i < starts[chunk + 1]; i++)
