@@ -462,6 +462,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve --set batch_storage=~/batches": starts_a_server,
     "manta serve --set batch_storage=s3://bucket/batches": is_named,
     "manta bench batch": measures,
+    "manta bench kernel-times --parts lossless": measures,
     "manta --version": tells_its_version,
     "manta serve --set 'engine.logits_processors={never-twice: null}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [prediction, forced, ngram]}'": starts_a_server,
